@@ -1,0 +1,65 @@
+"""What is known by name: classes whose blocks are known, and the roles that names usually have. Data only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+# Class name of a transformer or text encoder -> dotted paths of its lists of blocks, in the order in which they run.
+# A class may say so itself in `_layerwise_offload_blocks_attrs`, and a pipeline in its `_offload_plan`; both win.
+BLOCK_LISTS: Mapping[str, tuple[str, ...]] = {
+    "ChronoEditTransformer3DModel": ("blocks",),
+    "Flux2Transformer2DModel": ("transformer_blocks", "single_transformer_blocks"),
+    "FluxTransformer2DModel": ("transformer_blocks", "single_transformer_blocks"),
+    "WanTransformer3DModel": ("blocks",),
+    "WanVACETransformer3DModel": ("vace_blocks", "blocks"),
+    "CLIPTextModel": ("text_model.encoder.layers",),
+    "Mistral3ForConditionalGeneration": ("model.vision_tower.transformer.layers", "model.language_model.layers"),
+    "Qwen3ForCausalLM": ("model.layers",),
+    "T5EncoderModel": ("encoder.block",),
+    "UMT5EncoderModel": ("encoder.block",),
+}
+
+# Component names whose role is beyond doubt; a digit or `_2` behind the name does not change it.
+ROLE_OF_NAME: Mapping[str, str] = {
+    "transformer": "dit",
+    "unet": "dit",
+    "dit": "dit",
+    "denoiser": "dit",
+    "text_encoder": "text_encoder",
+    "text_model": "text_encoder",
+    "language_model": "text_encoder",
+    "image_encoder": "image_encoder",
+    "vision_encoder": "image_encoder",
+    "vae": "vae",
+    "vqvae": "vae",
+    "vqgan": "vae",
+    "autoencoder": "vae",
+}
+
+# Calls, on a pipeline or a component, that edit weights in ways that no version counter shows.
+MUTATORS = (
+    "add_adapter",
+    "delete_adapters",
+    "disable_adapters",
+    "disable_lora",
+    "enable_adapters",
+    "enable_layerwise_casting",
+    "enable_lora",
+    "enable_lora_hotswap",
+    "fuse_lora",
+    "fuse_qkv_projections",
+    "load_ip_adapter",
+    "load_lora_adapter",
+    "load_lora_weights",
+    "load_textual_inversion",
+    "resize_token_embeddings",
+    "set_adapter",
+    "set_adapters",
+    "set_lora_device",
+    "unfuse_lora",
+    "unfuse_qkv_projections",
+    "unload_ip_adapter",
+    "unload_lora",
+    "unload_lora_weights",
+    "unload_textual_inversion",
+)

@@ -1,0 +1,1 @@
+"""Small, real pipelines with random weights, and the writers for their outputs."""

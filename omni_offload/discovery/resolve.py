@@ -1,0 +1,210 @@
+"""From a pipeline, its declarations and a configuration to a resolved plan.
+
+Decides what happens to every tensor, or refuses, before anything is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import LayerOptions, OffloadConfig, refuse_unbuilt
+from ..engine.unit import own_tensors, refuse_unmanageable, walk
+from ..errors import OffloadConfigError, describe, not_one_of
+from ..plan import OffloadPlan
+from .components import DIT, RESIDENT, VAE, Component, components_of, declared_plan, find_components, unwrapped
+from .refusals import refuse_foreign_offload, refuse_unknown_paths, refuse_without_exclusion
+from .units import UnitPlan, block_lists, blocks_at, is_split, large_tables
+
+STREAMED = "streamed"  # its blocks stream, its shell stays on the device
+SWAPPED = "swapped"  # on the device as a whole, while no other swapped one is
+STAYS = "stays"  # on the device for as long as offload is on
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """What is to become of one component.
+
+    `sequences` holds its units, list by list, in declared order; `parts` their division in a split module.
+    """
+
+    path: str
+    role: str
+    module: nn.Module
+    placement: str
+    sequences: tuple[tuple[UnitPlan, ...], ...] = ()
+    parts: Mapping[str, tuple[UnitPlan, ...]] = field(default_factory=dict)
+    options: LayerOptions = field(default_factory=LayerOptions)
+
+    @property
+    def units(self) -> tuple[UnitPlan, ...]:
+        """All units, list by list."""
+        return tuple(unit for sequence in self.sequences for unit in sequence)
+
+
+@dataclass(frozen=True)
+class ResolvedPlan:
+    """What will be done to a pipeline, decided to the last tensor before anything is touched.
+
+    `tops` are the pipeline's outermost modules; `shared` the tensors that more than one unit, or a unit and something
+    outside it, holds, and `shared_across` those among them that belong to more than one component.
+    """
+
+    pipeline: str
+    config: OffloadConfig
+    device: torch.device
+    components: tuple[ComponentPlan, ...]
+    tops: tuple[nn.Module, ...]
+    shared: tuple[torch.Tensor, ...]
+    shared_across: tuple[torch.Tensor, ...]
+    notices: tuple[str, ...]
+
+
+def _selected(config: OffloadConfig, found: Sequence[Component]) -> dict[str, LayerOptions]:
+    """Path -> options of the components that the configuration selects."""
+    offloadable = [one for one in found if one.role not in (VAE, RESIDENT)]
+    names = config.components or tuple(dict.fromkeys(one.role for one in offloadable))
+    selected: dict[str, LayerOptions] = {}
+    for index, name in enumerate(names):
+        hits = [one for one in offloadable if name in (one.role, one.path)]
+        if not hits:
+            choices = [*dict.fromkeys(one.role for one in offloadable), *(one.path for one in offloadable)]
+            raise not_one_of(f"components[{index}]", name, dict.fromkeys(choices), advice="This pipeline has these.")
+        for one in hits:
+            if name == one.path or one.path not in selected:
+                selected[one.path] = config.layer_options.get(name, LayerOptions())
+    return selected
+
+
+def resolve(pipeline: Any, config: OffloadConfig, device: torch.device) -> ResolvedPlan:
+    """Decide what happens to every component of `pipeline`, or refuse.
+
+    Raises:
+        OffloadConfigError: something that is asked for or declared cannot be done; nothing has been touched.
+    """
+    refuse_unbuilt(config)
+    plan = declared_plan(pipeline)
+    found, notices = find_components(pipeline, plan)
+    if not found:
+        raise OffloadConfigError(f"{type(pipeline).__name__} has no modules: there is nothing to offload")
+    refuse_foreign_offload(pipeline, found)
+    refuse_unknown_paths(plan, found)
+    selected = _selected(config, found)
+    if config.mode == "module":
+        refuse_without_exclusion(pipeline, found)
+    components = [_plan_component(one, selected, config, plan, notices) for one in found]
+    shared, across = _shared_tensors(components)
+    for component in components:
+        if component.placement != STAYS:
+            for module in walk([component.module]):
+                for name, tensor in own_tensors([module]):
+                    refuse_unmanageable(tensor, f"{component.path} ({component.module.__class__.__name__}): {name}")
+    tops = tuple(unwrapped(module) for module in components_of(pipeline).values())
+    if isinstance(pipeline, nn.Module):
+        tops = (pipeline,)
+    name = type(pipeline).__name__
+    return ResolvedPlan(name, config, device, tuple(components), tops, shared, across, tuple(notices))
+
+
+def _plan_component(
+    one: Component, selected: Mapping[str, LayerOptions], config: OffloadConfig, plan: OffloadPlan, notices: list[str]
+) -> ComponentPlan:
+    if one.path not in selected:
+        return ComponentPlan(one.path, one.role, one.module, STAYS)
+    lists = block_lists(one, plan)
+    sequences = _distinct([blocks_at(one, path, where) for path, where in lists])
+    guessed = [path for path, where in lists if where.endswith("by structure")]
+    if guessed:
+        notices.append(f"{one.path}: blocks found by structure in {', '.join(guessed)}")
+    if config.mode == "module":
+        if is_split(one.module):
+            return _plan_split(one, sequences)
+        return ComponentPlan(one.path, one.role, one.module, SWAPPED, tuple(sequences))
+    if not sequences:
+        attribute = "block_attrs" if one.role == DIT else "encoder_block_attrs"
+        raise OffloadConfigError(
+            f"{describe('components', one.path)}: no list of blocks was found in {one.path} "
+            f"({one.module.__class__.__name__}). Declare it: _offload_plan = OffloadPlan({attribute}="
+            f"{{{one.path!r}: ['path.to.blocks']}}), or leave {one.path} out of components."
+        )
+    options = selected[one.path]
+    sequences += [(table,) for table in large_tables(one, sequences, plan)]
+    count = sum(len(sequence) for sequence in sequences)
+    if options.resident_layers >= count:
+        raise OffloadConfigError(
+            f"{describe(f'layer_options.{one.path}.resident_layers', options.resident_layers)} leaves nothing to "
+            f"stream: {one.path} has {count} units. Leave it out of components to keep all of it on the device."
+        )
+    return ComponentPlan(one.path, one.role, one.module, STREAMED, tuple(sequences), options=options)
+
+
+def _distinct(sequences: Sequence[tuple[UnitPlan, ...]]) -> list[tuple[UnitPlan, ...]]:
+    """The sequences without blocks that stand in an earlier one, under another name or inside another block."""
+    seen: set[int] = set()
+    result = []
+    for sequence in sequences:
+        kept = []
+        for unit in sequence:
+            ids = {id(module) for module in walk(unit.modules)}
+            if not ids & seen:
+                kept.append(unit)
+                seen |= ids
+        if kept:
+            result.append(tuple(kept))
+    return result
+
+
+def _plan_split(one: Component, sequences: Sequence[tuple[UnitPlan, ...]]) -> ComponentPlan:
+    declared = getattr(type(one.module), "_offload_components", None)
+    where = f"{type(one.module).__name__}._offload_components"
+    if not isinstance(declared, Mapping) or len(declared) < 2:
+        raise OffloadConfigError(
+            f"{describe(where, declared)} must map two or more part names to lists of module paths"
+        )
+    parts: dict[str, tuple[UnitPlan, ...]] = {}
+    for part, paths in declared.items():
+        if isinstance(paths, str) or not paths:
+            raise OffloadConfigError(
+                f"{describe(f'{where}[{part!r}]', paths)} must be a list of module paths, not empty"
+            )
+        units: list[UnitPlan] = []
+        for path in paths:
+            try:
+                module = one.module.get_submodule(path)
+            except AttributeError:
+                raise OffloadConfigError(
+                    f"{describe(f'{where}[{part!r}]', path)}: no such module in {one.path}"
+                ) from None
+            is_list = isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
+            units += (
+                blocks_at(one, path, f"{where}[{part!r}]") if is_list else [UnitPlan(f"{one.path}.{path}", (module,))]
+            )
+        parts[part] = tuple(units)
+    held = [id(module) for units in parts.values() for unit in units for module in walk(unit.modules)]
+    if len(held) != len(set(held)):
+        raise OffloadConfigError(
+            f"{describe(where, dict(declared))}: a module stands in two parts; parts exclude one another"
+        )
+    return ComponentPlan(one.path, one.role, one.module, SWAPPED, tuple(parts.values()), parts=parts)
+
+
+def _shared_tensors(
+    components: Sequence[ComponentPlan],
+) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Tensors that more than one unit, or a unit and something outside it, holds; and those of several components."""
+    holders: dict[int, set[tuple[str, int]]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for component in components:
+        stop = [module for unit in component.units for module in unit.modules]
+        groups = [walk(unit.modules) for unit in component.units] + [walk([component.module], stop)]
+        for number, modules in enumerate(groups):
+            for _, tensor in own_tensors(modules):
+                tensors[id(tensor)] = tensor
+                holders.setdefault(id(tensor), set()).add((component.path, number))
+    shared = tuple(tensors[key] for key, by in holders.items() if len(by) > 1)
+    across = tuple(tensors[key] for key, by in holders.items() if len({path for path, _ in by}) > 1)
+    return shared, across

@@ -1,0 +1,158 @@
+"""Which modules of a component stream together: its blocks, and tables larger than any block.
+
+Reads structure and declarations; moves nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..declarations import BLOCK_LISTS
+from ..engine.unit import own_tensors, walk
+from ..errors import OffloadConfigError, describe, quoted
+from ..plan import OffloadPlan
+from .components import DIT, Component
+
+# A list of blocks found by structure has to hold this share of the component's bytes to be worth a copy per block; all
+# lists together have to hold most of the component.
+_SMALLEST_LIST = 0.02
+_SMALLEST_COVERAGE = 0.5
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """Modules whose tensors will stream together: a block, or a large table (`large`)."""
+
+    name: str
+    modules: tuple[nn.Module, ...]
+    large: bool = False
+
+
+def tensor_bytes(modules: Iterable[nn.Module]) -> int:
+    """Bytes of all parameters and buffers at and below `modules`, shared ones once."""
+    return sum(tensor.nbytes for _, tensor in own_tensors(walk(modules)))
+
+
+def _children(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The blocks of a list: its children, and those of containers without a forward among them."""
+    for name, child in container.named_children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            for inner_name, inner in _children(child):
+                yield f"{name}.{inner_name}", inner
+        else:
+            yield name, child
+
+
+def blocks_at(component: Component, path: str, where: str) -> tuple[UnitPlan, ...]:
+    try:
+        container = component.module.get_submodule(path)
+    except AttributeError:
+        raise OffloadConfigError(
+            f"{describe(where, path)}: {component.path} ({component.module.__class__.__name__}) has no module "
+            f"{path!r}; it has {quoted(name for name, _ in component.module.named_children())}"
+        ) from None
+    if not isinstance(container, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        raise OffloadConfigError(
+            f"{describe(where, path)} is a {container.__class__.__name__}; a list of blocks is a ModuleList, a "
+            "Sequential or a ModuleDict"
+        )
+    blocks = tuple(
+        UnitPlan(f"{component.path}.{path}.{name}", (block,))
+        for name, block in _children(container)
+        if next(own_tensors(walk([block])), None) is not None
+    )
+    if not blocks:
+        raise OffloadConfigError(f"{describe(where, path)} holds no block with weights in {component.path}")
+    return blocks
+
+
+def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if isinstance(child, nn.ModuleList):
+            yield path
+        else:
+            yield from _outermost_lists(child, f"{path}.")
+
+
+def _lists_by_structure(component: Component) -> list[str]:
+    total = tensor_bytes([component.module])
+    shares = {
+        path: tensor_bytes([component.module.get_submodule(path)]) / max(total, 1)
+        for path in _outermost_lists(component.module)
+    }
+    kept = [path for path, share in shares.items() if share >= _SMALLEST_LIST]
+    return kept if sum(shares[path] for path in kept) >= _SMALLEST_COVERAGE else []
+
+
+def block_lists(component: Component, plan: OffloadPlan) -> list[tuple[str, str]]:
+    """`(path, where it was said)` of a component's lists of blocks: plan, class attribute, by class name, structure."""
+    attribute = "block_attrs" if component.role == DIT else "encoder_block_attrs"
+    declared = getattr(plan, attribute).get(component.path)
+    if declared:
+        return [(path, f"_offload_plan.{attribute}[{component.path!r}]") for path in declared]
+    kind = component.module.__class__
+    own = getattr(kind, "_layerwise_offload_blocks_attrs", None)
+    if own is not None:
+        where = f"{kind.__name__}._layerwise_offload_blocks_attrs"
+        if isinstance(own, str) or not own or len(set(own)) != len(own):
+            raise OffloadConfigError(f"{describe(where, own)} must be a list of different module paths, not empty")
+        return [(path, where) for path in own]
+    known = BLOCK_LISTS.get(kind.__name__, ())
+    present = [path for path in known if _has(component.module, path)]
+    if present:
+        return [(path, f"{kind.__name__} by name") for path in present]
+    return [(path, f"{kind.__name__} by structure") for path in _lists_by_structure(component)]
+
+
+def _has(module: nn.Module, path: str) -> bool:
+    try:
+        return len(list(module.get_submodule(path).children())) > 0
+    except AttributeError:
+        return False
+
+
+def large_tables(
+    component: Component, sequences: Sequence[Sequence[UnitPlan]], plan: OffloadPlan
+) -> tuple[UnitPlan, ...]:
+    """Embedding tables and output layers outside the blocks that are larger than any block, and what is declared.
+
+    Modules tied to one another by a shared weight are one unit.
+    """
+    declared = plan.offload_submodules.get(component.path, ())
+    where = f"_offload_plan.offload_submodules[{component.path!r}]"
+    blocks = [module for sequence in sequences for unit in sequence for module in unit.modules]
+    largest = max((tensor_bytes(unit.modules) for sequence in sequences for unit in sequence), default=0)
+    candidates: dict[str, nn.Module] = {}
+    for path in declared:
+        try:
+            candidates[path] = component.module.get_submodule(path)
+        except AttributeError:
+            raise OffloadConfigError(f"{describe(where, path)}: {component.path} has no such module") from None
+    inside_blocks = {id(module) for module in walk(blocks)}
+    for path, module in component.module.named_modules():
+        is_table = isinstance(module, (nn.Embedding, nn.Linear)) and id(module) not in inside_blocks
+        if is_table and 0 < largest < tensor_bytes([module]):
+            candidates.setdefault(path, module)
+    groups: list[tuple[list[str], list[nn.Module], set[int]]] = []
+    for path, module in candidates.items():
+        weights = {id(tensor) for _, tensor in own_tensors(walk([module]))}
+        for paths, modules, held in groups:
+            if held & weights:
+                paths.append(path)
+                modules.append(module)
+                held |= weights
+                break
+        else:
+            groups.append(([path], [module], weights))
+    return tuple(
+        UnitPlan(f"{component.path}.{'+'.join(paths)}", tuple(modules), large=True) for paths, modules, _ in groups
+    )
+
+
+def is_split(module: nn.Module) -> bool:
+    """Whether a module declares parts that run in phases (`SplitOffloadMixin`)."""
+    return bool(getattr(type(module), "_offload_components", None)) and hasattr(module, "_offload_context")

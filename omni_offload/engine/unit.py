@@ -1,0 +1,342 @@
+"""Units: the tensors that arrive and leave together, and the tensors that stay (the shell of a component).
+
+Owns the link between tensors of a model and their memory: layout, host store, faces, and the check that nobody has
+changed the model behind our back. Knows nothing of when a unit is wanted or which slot it gets.
+
+[Note: faces]
+A parked tensor points at its host store, an acquired one at a slot; the switch is `tensor.data = view`, which keeps
+the Parameter object and so every tie, optimizer, adapter and user reference. Parked tensors are therefore real:
+state_dict, save_pretrained, numel and shapes never see a placeholder.
+
+Being real, they can be edited. Before a unit is shown on the device it is compared with what was left:
+  - another structure, tensor, address or dtype (`.half()`, a LoRA layer, `load_state_dict(assign=True)`): the unit is
+    laid out anew from what is there (`absorb`);
+  - a version counter that moved (`weight.mul_(2)`): the host bytes are right, a device copy made earlier is not.
+`weight.data += x` moves neither. Calls that are known to do this park and drop device copies first (see the mixin).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+
+import torch
+from torch import nn
+
+from ..errors import OffloadConfigError
+from .layout import Layout
+from .stores import HostAllocator
+from .transfer import Slot
+
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_identity = attrgetter("dtype")
+_version = attrgetter("_version")
+
+
+def walk(roots: Iterable[nn.Module], stop: Iterable[nn.Module] = ()) -> Iterator[nn.Module]:
+    """`roots` and everything below them, each once, without the modules in `stop` and what is only below those."""
+    seen = {id(module) for module in stop}
+    pending: list[nn.Module | None] = [*roots]
+    pending.reverse()
+    while pending:
+        module = pending.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield module
+        pending.extend(list(module._modules.values())[::-1])
+
+
+def own_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
+    """`(name, tensor)` of every parameter and buffer held by `modules` themselves, each tensor once."""
+    seen: set[int] = set()
+    for module in modules:
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None and id(tensor) not in seen:
+                    seen.add(id(tensor))
+                    yield name, tensor
+
+
+def refuse_unmanageable(tensor: torch.Tensor, where: str) -> None:
+    """Raise `OffloadConfigError` for a tensor whose bytes the engine cannot move by a flat copy."""
+    kind = type(tensor)
+    reason = None
+    if kind not in _PLAIN_TYPES:
+        reason = f"is a {kind.__module__}.{kind.__qualname__}, a tensor subclass (quantised or sharded weights)"
+    elif tensor.is_meta:
+        reason = "is on the meta device and has no data"
+    elif tensor.layout != torch.strided:
+        reason = f"has the layout {tensor.layout}"
+    elif tensor.is_conj() or tensor.is_neg():
+        reason = "is a lazily conjugated or negated view"
+    if reason:
+        raise OffloadConfigError(
+            f"{where} {reason}, which cannot be offloaded yet. Leave its component out of `components`, or load the "
+            "component with plain weights."
+        )
+
+
+class Members:
+    """The modules that a unit or a shell consists of, and a quick answer to whether their structure is as it was.
+
+    Args:
+        name: for messages and reports.
+        roots: modules whose tensors, with everything below them, belong together.
+        stop: modules below `roots` that do not belong to it.
+        excluded: tensors below `roots` that live elsewhere (shared with another unit).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        roots: Sequence[nn.Module],
+        *,
+        stop: Sequence[nn.Module] = (),
+        excluded: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.name = name
+        self.roots = tuple(roots)
+        self.tensors: list[torch.Tensor] = []
+        self._stop = tuple(stop)
+        self._excluded = list(excluded)
+        self._scan()
+
+    def _scan(self) -> None:
+        # The modules are held so that none of their ids can come back as another module's.
+        self._modules = list(walk(self.roots, self._stop))
+        self._held = [d for m in self._modules for d in (m._modules, m._parameters, m._buffers)]
+        self._ids = self._current_ids()
+        excluded = {id(t) for t in self._excluded}
+        found = own_tensors(self._modules)
+        self._names = []
+        self.tensors = []
+        for name, tensor in found:
+            if id(tensor) not in excluded:
+                refuse_unmanageable(tensor, f"{self.name}: {name}")
+                self._names.append(name)
+                self.tensors.append(tensor)
+
+    def _current_ids(self) -> list[int]:
+        return [id(x) for d in self._held for x in d.values()]
+
+    def restructured(self) -> bool:
+        """Whether a module, parameter or buffer has come, gone or been replaced since the last scan."""
+        return self._current_ids() != self._ids
+
+    def exclude(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave `tensors` out from now on."""
+        self._excluded.extend(tensors)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name!r})"
+
+
+class Shell(Members):
+    """Tensors that live on the onload device for as long as offload is on; the device is their truth."""
+
+    def __init__(
+        self,
+        name: str,
+        roots: Sequence[nn.Module],
+        device: torch.device,
+        *,
+        stop: Sequence[nn.Module] = (),
+        extra: Sequence[torch.Tensor] = (),
+        excluded: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self.device = device
+        self._extra = list(extra)
+        super().__init__(name, roots, stop=stop, excluded=excluded)
+
+    def _scan(self) -> None:
+        super()._scan()
+        present = {id(t) for t in self.tensors}
+        self.tensors += [t for t in self._extra if id(t) not in present]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take `tensors` in."""
+        self._extra.extend(tensors)
+        self._scan()
+
+    def place(self) -> None:
+        """Bring every tensor to the device, also those that have come since the last time."""
+        if self.restructured():
+            self._scan()
+        move(self.tensors, self.device)
+
+    def astray(self) -> bool:
+        """Whether something has come in that may not be on the device."""
+        device = self.device
+        return self.restructured() or any(t.device != device for t in self.tensors)
+
+    def bring_back(self) -> None:
+        """Bring every tensor to the host."""
+        if self.restructured():
+            self._scan()
+        move(self.tensors, torch.device("cpu"))
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Move the data of `tensors` to `device` one by one; the tensor objects stay."""
+    for tensor in tensors:
+        if tensor.device != device:
+            tensor.data = tensor.detach().to(device)
+
+
+class Unit(Members):
+    """Tensors that arrive and leave together, their host store, and whichever face they show."""
+
+    def __init__(
+        self,
+        name: str,
+        roots: Sequence[nn.Module],
+        allocator: HostAllocator,
+        *,
+        stop: Sequence[nn.Module] = (),
+        extra: Sequence[torch.Tensor] = (),
+        excluded: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._allocator = allocator
+        self._extra = list(extra)
+        self.on_device = False
+        self.oversize = False
+        self.copies = 0
+        super().__init__(name, roots, stop=stop, excluded=excluded)
+        self.store = allocator.store(self.tensors)
+        self._adopt_host_face()
+
+    def _scan(self) -> None:
+        super()._scan()
+        present = {id(t) for t in self.tensors}
+        self.tensors += [t for t in self._extra if id(t) not in present]
+        self._versioned = not any(t.is_inference() for t in self.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of its store in bytes, alignment included."""
+        return self.store.nbytes
+
+    # --- faces -----------------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def _adopt_host_face(self) -> None:
+        for tensor, view in zip(self.tensors, self.store.views, strict=True):
+            tensor.data = view
+        self._face = self.store.views
+        self.on_device = False
+        self._host_addresses = [view.data_ptr() for view in self.store.views]
+        self._dtypes = [view.dtype for view in self.store.views]
+        self.stamp()
+
+    def show(self, slot: Slot) -> None:
+        """Point the tensors at `slot`."""
+        face = slot.faces.get(self.store)
+        if face is None:
+            face = slot.faces[self.store] = self._device_views(slot)
+        self.on_device = True
+        self._face = face
+        for tensor, view in zip(self.tensors, face):  # noqa: B905 -- equal by construction, and this is hot
+            tensor.data = view
+
+    @torch.inference_mode(False)
+    def _device_views(self, slot: Slot) -> list[torch.Tensor]:
+        return self.store.layout.views(slot.buffer)
+
+    def park(self) -> None:
+        """Point the tensors back at the host store. Nothing is copied."""
+        for tensor, view in zip(self.tensors, self.store.views):  # noqa: B905 -- as above
+            tensor.data = view
+        self._face = self.store.views
+        self.on_device = False
+
+    # --- what others did -------------------------------------------------------------------------------------
+
+    def _current_versions(self) -> list[int]:
+        return list(map(_version, self.tensors)) if self._versioned else []
+
+    def stamp(self) -> None:
+        """Remember the state of the host bytes: a copy of them is about to be made."""
+        self._versions = self._current_versions()
+
+    def edited(self) -> bool:
+        """Whether a tensor was written in place since `stamp`."""
+        return self._current_versions() != self._versions
+
+    def replaced(self) -> bool:
+        """Whether a parked unit is no longer what was parked: other tensors, other memory, other dtypes."""
+        return (
+            list(map(torch.Tensor.data_ptr, self.tensors)) != self._host_addresses
+            or list(map(_identity, self.tensors)) != self._dtypes
+            or self._current_ids() != self._ids
+        )
+
+    def astray(self) -> bool:
+        """Whether the tensors no longer show the face they were given, on the host or the device."""
+        return self.restructured() or [(t.data_ptr(), t.dtype) for t in self.tensors] != [
+            (v.data_ptr(), v.dtype) for v in self._face
+        ]
+
+    def written(self) -> list[int]:
+        """Indices of the tensors that were written since `stamp`: by a forward, if asked for behind one."""
+        now = self._current_versions()
+        return [i for i, (new, old) in enumerate(zip(now, self._versions, strict=True)) if new != old]
+
+    def write_back(self, indices: Sequence[int]) -> None:
+        """Copy what the tensors `indices` hold now (on the device) into the host store; waits for the device."""
+        with torch.inference_mode(False), torch.no_grad():
+            for index in indices:
+                self.store.fill(index, self.tensors[index])
+
+    def absorb(self) -> None:
+        """Lay the unit out anew from what its modules hold now.
+
+        Tensors that are still ours give the host's bytes, unless they were written on the device; all others give what
+        they hold, wherever that is. Nothing may be copying from the old store.
+        """
+        own = {id(t): i for i, t in enumerate(self.tensors)}
+        written = set(self.written()) if self.on_device else set()
+        old = self.store
+        addresses, shown = [t.data_ptr() for t in self.tensors], [v.data_ptr() for v in self._face]
+        self._scan()
+        sources = []
+        for tensor in self.tensors:
+            i = own.get(id(tensor), -1)
+            ours = (
+                i >= 0
+                and i not in written
+                and addresses[i] == shown[i]
+                and (tensor.dtype, tuple(tensor.shape)) == (old.layout.fields[i].dtype, old.layout.fields[i].shape)
+            )
+            sources.append(old.views[i] if ours else tensor.detach())
+        in_place = not self.on_device and all(own.get(id(t), i) == i for i, t in enumerate(self.tensors))
+        if in_place and Layout.of(sources) == old.layout:
+            with torch.inference_mode(False), torch.no_grad():
+                for i, source in enumerate(sources):  # the same places: the memory, locked already, can stay
+                    if source.data_ptr() != old.views[i].data_ptr():
+                        old.fill(i, source)
+        else:
+            self.store = self._allocator.store(sources)
+        self._adopt_host_face()
+        if self.store is not old:
+            old.release()
+
+    def rebuild_without(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Leave `tensors` (resident from now on) out of this parked unit."""
+        self.exclude(tensors)
+        self.absorb()
+
+    def release(self) -> None:
+        """Give up the locked memory. The tensors stay on the host, parked, and belong to nobody."""
+        if self.replaced():
+            self.absorb()
+        else:
+            self.park()
+        self.store.release()

@@ -1,0 +1,86 @@
+"""Model-level offload: DiTs and encoders take turns on the device; VAEs and residents stay.
+
+Built on streaming with room for the whole component: on first use its units flow in, in order, each awaited only by
+its own forward, so that the move hides behind the first pass. They stay until another component starts or the pipeline
+call ends, and are never copied back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from ..engine.entries import InnerEntry, attach_inner
+from ..engine.streamer import Group, WholeStreamer
+from ..engine.unit import Shell, Unit, own_tensors, walk
+from .offload import ManagedComponent, Offload
+
+
+class ModelLevelOffload(Offload):
+    """See the module."""
+
+    def _build_component(self, component: ManagedComponent) -> None:
+        plan = component.plan
+        modules = [module for unit in plan.units for module in unit.modules]
+        common = {id(tensor) for tensor in self.plan.shared_across}
+        inside = {id(tensor) for tensor in self.plan.shared} - common
+        for unit_plan in plan.units:
+            component.units.append(self._unit(unit_plan))
+        extra = [tensor for _, tensor in own_tensors(walk(modules)) if id(tensor) in inside]
+        shell = Unit(
+            f"{plan.path} (shell)",
+            [plan.module],
+            self._allocator,
+            stop=modules,
+            extra=extra,
+            excluded=self.plan.shared_across,
+        )
+        component.shell = shell
+        by_name = {unit.name: unit for unit in component.units}
+        if plan.parts:
+            component.group = Group(plan.path, [], shell)
+            component.parts = {
+                part: Group(plan.path, [by_name[unit.name] for unit in units], shell, part=part)
+                for part, units in plan.parts.items()
+            }
+        else:
+            component.group = Group(plan.path, component.units, shell)
+
+    def _start(self) -> None:
+        groups = [group for c in self.components for group in (c.group, *c.parts.values()) if group is not None]
+        if self.plan.shared_across:
+            common = Shell("shared between components", [], self.plan.device, extra=self.plan.shared_across)
+            common.place()
+            self._shells.append(common)
+        self.streamer = WholeStreamer(self._transfer, groups, self._shells)
+        for component in self.components:
+            self._attach(component.plan.units, component.units)
+            blocks = [module for unit in component.plan.units for module in unit.modules]
+            for module in _callable_inside(component.plan.module, {id(block) for block in blocks}):
+                self._blocks.append(module)
+                attach_inner(module, InnerEntry(_bring(self.streamer, component.group)))
+
+    def _idle_window_bytes(self) -> int:
+        return 0
+
+
+def _bring(streamer: WholeStreamer, group: Group | None) -> Callable[[], None]:
+    def bring() -> None:
+        if group is not None:
+            streamer.activate(group)
+
+    return bring
+
+
+def _callable_inside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+    """Modules of a component's shell that pipelines may call without calling the component itself.
+
+    The outermost ones, and those on the way to the blocks (`language_model`, `encoder`).
+    """
+    for child in module.children():
+        if id(child) in blocks or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            continue
+        yield child
+        if any(id(inner) in blocks for inner in child.modules()):
+            yield from _callable_inside(child, blocks)

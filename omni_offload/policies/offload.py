@@ -1,0 +1,336 @@
+"""One pipeline's offload while it is on: what was built, who answers for each component, and its undoing.
+
+Owns the life cycle (enable, rest, refresh, disable, report) that the policies share. It hangs on the components, not on
+a pipeline: every pipeline that has them finds it there, also one made by `from_pipe`.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..declarations import MUTATORS
+from ..discovery import (
+    STAYS,
+    ComponentPlan,
+    ResolvedPlan,
+    UnitPlan,
+    components_of,
+    declared_modules,
+    tensor_bytes,
+    unwrapped,
+)
+from ..engine.entries import BlockEntry, RootEntry, attach_block, attach_root, detach, entry_of
+from ..engine.pinning import registrar_for
+from ..engine.stores import PINNED, HostAllocator
+from ..engine.streamer import Group, LayerStreamer, Token, WholeStreamer
+from ..engine.transfer import transfer_for
+from ..engine.unit import Shell, Unit
+from ..errors import OffloadStateError
+from ..report import ComponentReport, OffloadReport
+from .interop import acquires_in_forward, point_hooks_at
+
+logger = logging.getLogger(__name__)
+
+
+class State(enum.Enum):
+    """Where an offload is in its life. Found in another state than ON or OFF, it was interrupted and is undone."""
+
+    BUILDING = enum.auto()
+    ON = enum.auto()
+    CLOSING = enum.auto()
+    OFF = enum.auto()
+
+
+class ManagedComponent:
+    """Answers for one component whose weights come and go: the `Root` of the engine's entries."""
+
+    def __init__(self, offload: Offload, plan: ComponentPlan) -> None:
+        self.offload = offload
+        self.plan = plan
+        self.units: list[Unit] = []
+        self.shell: Shell | Unit | None = None
+        self.group: Group | None = None
+        self.parts: dict[str, Group] = {}
+        self.device = offload.plan.device
+
+    def enter(self, frame: FrameType) -> None:
+        self.offload.streamer.enter(self.plan.path, self.group, frame)
+
+    def leave(self) -> None:
+        self.offload.streamer.leave(self.plan.path)
+
+    def check_device(self, device: torch.device) -> None:
+        refuse_other_device(self.plan.path, device, self.device)
+
+    def before_change(self, what: str) -> None:
+        self.offload.park(what)
+
+    def after_change(self) -> None:
+        self.offload.absorb_changes()
+
+    def activate_part(self, name: str) -> None:
+        """Part `name` of a split module is about to run."""
+        if name in self.parts and isinstance(self.offload.streamer, WholeStreamer):
+            self.offload.streamer.activate(self.parts[name])
+
+
+def refuse_other_device(what: str, device: torch.device, onload: torch.device) -> None:
+    """Raise `OffloadStateError` if `device` is not where `what` computes anyway."""
+    same = device.type == onload.type and (device.index is None or device.index == (onload.index or 0))
+    if not same:
+        raise OffloadStateError(
+            f"{what} is offloaded: its weights are on the host and compute on {onload}, so it cannot be moved to "
+            f"{device}. Call disable_offload() on the pipeline first."
+        )
+
+
+class Offload(ABC):
+    """What is built for one resolved plan.
+
+    Args:
+        plan: what to do; everything that can be refused has been.
+    """
+
+    streamer: LayerStreamer | WholeStreamer
+
+    def __init__(self, plan: ResolvedPlan) -> None:
+        self.plan = plan
+        self.state = State.OFF
+        self.components: list[ManagedComponent] = []
+        self._shells: list[Shell] = []
+        self._stay: list[ComponentPlan] = []
+        self._blocks: list[nn.Module] = []
+        self._calls: list[Token] = []
+
+    # --- building --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def enable(self) -> None:
+        """Build everything and bring the pipeline to its idle level. On any failure it is as before, on the host."""
+        with torch.inference_mode(False):
+            self.state = State.BUILDING
+            try:
+                self._build()
+                self.state = State.ON
+            except BaseException:
+                self.disable()
+                raise
+
+    def _build(self) -> None:
+        device = self.plan.device
+        self._transfer = transfer_for(device)
+        self._allocator = HostAllocator(
+            device,
+            registrar=registrar_for(device),
+            pin=self.plan.config.pin_memory is not False,
+            settle=self._transfer.settle,
+        )
+        for plan in self.plan.components:
+            if plan.placement != STAYS:
+                component = ManagedComponent(self, plan)
+                self.components.append(component)
+                attach_root(plan.module, component, MUTATORS)  # first: through it an interrupted build is found
+        # Units leave the device, if they were there, before anything is brought to it.
+        for component in self.components:
+            self._build_component(component)
+        self._stay = [plan for plan in self.plan.components if plan.placement == STAYS]
+        for shell in self._shells:
+            shell.place()
+        for plan in self._stay:
+            plan.module.to(device)
+        rest = Shell("outside all components", self.plan.tops, device, stop=[c.module for c in self.plan.components])
+        self._shells.append(rest)
+        rest.place()
+        self._start()
+
+    @abstractmethod
+    def _build_component(self, component: ManagedComponent) -> None:
+        """Make the units of a component, which parks them, and its shell."""
+
+    @abstractmethod
+    def _start(self) -> None:
+        """Make the streamer and attach the blocks."""
+
+    def _unit(self, plan: UnitPlan, **options: Any) -> Unit:
+        return Unit(plan.name, plan.modules, self._allocator, excluded=self.plan.shared, **options)
+
+    def _attach(self, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> None:
+        for plan, unit in zip(plans, units, strict=True):
+            for module in plan.modules:
+                plain = module.__class__.forward
+                self._blocks.append(module)
+                attach_block(module, BlockEntry(self.streamer, unit, acquires_in_forward))
+                point_hooks_at(module, type(module).forward, (plain,))
+
+    # --- undoing ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def disable(self) -> None:
+        """Undo everything: weights on the host in ordinary memory, classes and forwards the original ones.
+
+        An interrupt leaves the state CLOSING; calling again finishes. The roots go last, so that it can be found.
+        """
+        if self.state is State.OFF:
+            return
+        with torch.inference_mode(False):
+            if self.state is not State.CLOSING and hasattr(self, "streamer"):
+                self.streamer.rest("disabling offload")
+            self.state = State.CLOSING
+            if hasattr(self, "streamer"):
+                self.streamer.close()
+            elif hasattr(self, "_transfer"):
+                self._transfer.close()
+            for module in self._blocks:
+                ours = type(module).forward
+                detach(module)
+                point_hooks_at(module, type(module).forward, (ours,))
+            for component in self.components:
+                for unit in component.units:
+                    unit.release()
+                if isinstance(component.shell, Unit):
+                    component.shell.release()
+            for shell in self._shells:
+                shell.bring_back()
+            for plan in self._stay:
+                plan.module.to("cpu")
+            for component in self.components:
+                detach(component.plan.module)
+            self.state = State.OFF
+            self.components, self._shells, self._blocks, self._stay = [], [], [], []
+
+    # --- between calls ---------------------------------------------------------------------------------------
+
+    def begin_call(self, frame: FrameType) -> Token:
+        """A pipeline call starts in `frame`."""
+        token = Token("pipeline", None, None, frame)
+        self._calls = [*(call for call in self._calls if call.alive()), token]
+        return token
+
+    def end_call(self, token: Token) -> None:
+        """A pipeline call is over. Behind the outermost one of a thread, go to the idle level."""
+        outermost = next((call for call in self._calls if call.thread == token.thread), token) is token
+        token.done()
+        self._calls = [call for call in self._calls if call.alive()]
+        if outermost and self.state is State.ON:
+            self.streamer.rest("ending a pipeline call")
+
+    def park(self, what: str) -> None:
+        """Go to the idle level, before `what` changes weights."""
+        if self.state is State.ON:
+            self.streamer.rest(what)
+
+    @torch.no_grad()
+    def absorb_changes(self) -> None:
+        """Take in what was changed while parked, unit by unit, so that no second copy of a weight outlives it."""
+        if self.state is not State.ON:
+            return
+        with torch.inference_mode(False):
+            for component in self.components:
+                units = [*component.units, *([component.shell] if isinstance(component.shell, Unit) else [])]
+                for unit in units:
+                    if not unit.on_device and unit.replaced():
+                        unit.absorb()
+            for shell in self._shells:
+                shell.place()
+
+    def refresh(self) -> None:
+        """Drop every device copy and take in every change, whatever kind it was."""
+        self.park("offload_refresh()")
+        self.absorb_changes()
+
+    @contextmanager
+    def changing(self, what: str) -> Iterator[None]:
+        """Around a call that edits weights."""
+        self.park(what)
+        try:
+            yield
+        finally:
+            self.absorb_changes()
+
+    def knows(self, modules: Sequence[nn.Module]) -> bool:
+        """Whether all of `modules` were there when this was built."""
+        known = {id(component.module) for component in self.plan.components} | {id(top) for top in self.plan.tops}
+        return all(id(module) in known for module in modules)
+
+    # --- figures ---------------------------------------------------------------------------------------------
+
+    def report(self) -> OffloadReport:
+        """What has been done so far; see `OffloadReport`."""
+        managed = {component.plan.path: component for component in self.components}
+        entries = []
+        for plan in self.plan.components:
+            component = managed.get(plan.path)
+            if component is None:
+                size = tensor_bytes([plan.module])
+                entries.append(self._entry(plan, [], size))
+                continue
+            units = list(component.units)
+            resident = 0
+            if isinstance(component.shell, Unit):
+                units.append(component.shell)
+            elif component.shell is not None:
+                resident = component.shell.nbytes
+            entries.append(self._entry(plan, units, resident))
+        window = self.streamer.window
+        notices = list(self.plan.notices)
+        if self._allocator.refusal is not None:
+            notices.append(f"some host memory could not be locked: {self._allocator.refusal}")
+        resident = sum(entry.resident_bytes for entry in entries)
+        return OffloadReport(
+            pipeline=self.plan.pipeline,
+            mode=self.plan.config.mode,
+            device=str(self.plan.device),
+            components=tuple(entries),
+            window_bytes=window.nbytes,
+            peak_window_bytes=window.peak_nbytes,
+            idle_device_bytes=resident + self._idle_window_bytes(),
+            copies=self._transfer.copies,
+            copied_bytes=self._transfer.copied_bytes,
+            hits=window.hits,
+            misses=window.misses,
+            notices=tuple(notices),
+        )
+
+    @abstractmethod
+    def _idle_window_bytes(self) -> int:
+        """Device bytes of the window between calls."""
+
+    @staticmethod
+    def _entry(plan: ComponentPlan, units: Sequence[Unit], resident: int) -> ComponentReport:
+        return ComponentReport(
+            path=plan.path,
+            role=plan.role,
+            class_name=plan.module.__class__.__name__,
+            placement=plan.placement,
+            units=len(units),
+            streamed_bytes=sum(tensor.nbytes for unit in units for tensor in unit.tensors),
+            resident_bytes=resident,
+            host_bytes=sum(unit.nbytes for unit in units),
+            pinned_bytes=sum(unit.nbytes for unit in units if unit.store.kind == PINNED),
+            copies=sum(unit.copies for unit in units),
+        )
+
+
+def offloads_on(pipeline: Any) -> list[Offload]:
+    """The offloads that manage components of `pipeline`, interrupted ones included: none, or one as a rule."""
+    found: dict[int, Offload] = {}
+    for module in managed_modules(pipeline):
+        entry = entry_of(module)
+        if isinstance(entry, RootEntry) and isinstance(entry.root, ManagedComponent):
+            found[id(entry.root.offload)] = entry.root.offload
+    return list(found.values())
+
+
+def managed_modules(pipeline: Any) -> list[nn.Module]:
+    """The modules of `pipeline` that may carry a root entry: its components, by every path that it declares."""
+    named = [unwrapped(module) for module in components_of(pipeline).values()]
+    return named + declared_modules(pipeline)

@@ -1,0 +1,95 @@
+"""What tests of whole pipelines share: small pipelines, their output, and what is left on a module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from omni_offload import OffloadFlux2KleinPipeline, OffloadFlux2Pipeline, OffloadMixin, OffloadWanPipeline
+from omni_offload.demo import small_pipelines as small
+from omni_offload.demo.split_model import SmallSplitPipeline
+
+
+class OffloadSplitPipeline(OffloadMixin, SmallSplitPipeline):
+    """The split model with the mixin."""
+
+
+CLASSES: dict[str, Any] = {
+    "wan": OffloadWanPipeline,
+    "wan22": OffloadWanPipeline,
+    "flux2": OffloadFlux2Pipeline,
+    "flux2-klein": OffloadFlux2KleinPipeline,
+    "split": OffloadSplitPipeline,
+}
+LAYER = {"mode": "layer", "components": ["dit", "text_encoder"]}
+DIT_LAYERS = {"mode": "layer", "components": ["dit"]}
+MODULE = {"mode": "module"}
+both_modes = pytest.mark.parametrize("config", [LAYER, MODULE], ids=["layer", "module"])
+
+
+def build(family: str = "wan", **options: Any) -> Any:
+    """A small pipeline with the mixin, on the CPU."""
+    return small.build(family, cls=CLASSES[family], **options)
+
+
+def offloaded(config: Mapping[str, Any], device: torch.device, family: str = "wan", **options: Any) -> Any:
+    """A small pipeline with offload on."""
+    pipe = build(family, **options)
+    pipe.enable_offload(config, device=device)
+    return pipe
+
+
+def resident(device: torch.device, family: str = "wan", **options: Any) -> Any:
+    """The plain pipeline with the same weights, all of it on the device."""
+    return small.build(family, **options).to(device)
+
+
+def output(pipe: Any, family: str = "wan", *, steps: int = 2, **changes: Any) -> torch.Tensor:
+    """The output of one short call, on the CPU; the same arguments give the same noise."""
+    result = pipe(**(small.call_arguments(family, steps=steps) | changes))
+    return (result.frames if "frames" in result else result.images).cpu()
+
+
+def brief(pipe: Any, **changes: Any) -> torch.Tensor:
+    """The latents of the shortest call of a Wan pipeline that runs every part of it but the VAE.
+
+    With a scheduler of its own, since one keeps tensors of its last call on the device.
+    """
+    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    tiny = {"output_type": "latent", "num_frames": 1, "height": 16, "width": 16, "max_sequence_length": 8}
+    return output(pipe, "wan", **({"steps": 1} | tiny | changes))
+
+
+def modules_of(pipe: Any) -> dict[str, nn.Module]:
+    """Every module of a pipeline, by dotted path."""
+    return {
+        f"{name}.{path}" if path else name: module
+        for name, part in pipe.components.items()
+        if isinstance(part, nn.Module)
+        for path, module in part.named_modules()
+    }
+
+
+def tensors_of(pipe: Any) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of a pipeline, by dotted path; one that two names share under both."""
+    return {
+        f"{path}.{name}": tensor
+        for path, module in modules_of(pipe).items()
+        for name, tensor in [
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ]
+    }
+
+
+def traces(pipe: Any) -> dict[str, Any]:
+    """What offload could leave behind on each module: its class, its own attributes, its hooks."""
+    hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
+    return {
+        path: (type(module), sorted(vars(module)), {name: len(vars(module)[name]) for name in hooks})
+        for path, module in modules_of(pipe).items()
+    }
