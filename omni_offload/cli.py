@@ -77,7 +77,7 @@ def _common(
     pass
 
 
-@app.command()
+@app.command(short_help="Compare a small pipeline with and without offload.")
 def demo(
     pipeline: Annotated[Pipeline, typer.Option(help="Which small pipeline to build.")] = Pipeline.WAN,
     mode: Annotated[
@@ -124,7 +124,7 @@ def demo(
         raise typer.Exit(comparison.conclude(result.resident, result.offloaded, result.report))
 
 
-@app.command()
+@app.command(short_help="Run a pipeline saved on disk, and compare.")
 def run(
     model_dir: Annotated[Path, typer.Argument(help="A pipeline saved with save_pretrained, on this machine.")],
     prompt: Annotated[str | None, typer.Option(help="What to make.")] = None,

@@ -146,8 +146,8 @@ def demo_config(family: str, mode: str | None, components: Sequence[str] | None)
     mode = mode or ("split" if family == "split" else "layer")
     if mode == "split" and family != "split":
         raise OffloadConfigError(
-            f"{describe('--mode', mode)} contradicts {describe('--pipeline', family)}: its model has no parts that take "
-            "turns. Use --pipeline split, or --mode layer or module."
+            f"{describe('--mode', mode)} contradicts {describe('--pipeline', family)}: its model has no parts that "
+            "take turns. Use --pipeline split, or --mode layer or module."
         )
     fields: dict[str, Any] = {"mode": "module" if mode == "split" else mode, "components": components}
     return OffloadConfig.from_dict(fields)

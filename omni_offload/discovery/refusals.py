@@ -54,8 +54,8 @@ def refuse_foreign_offload(pipeline: Any, found: Sequence[Component]) -> None:
             if hasattr(module, "_hf_hook"):
                 raise OffloadConfigError(
                     f"{one.path} carries accelerate hooks (Diffusers' enable_model_cpu_offload or "
-                    "enable_sequential_cpu_offload, or a device_map); call pipe.remove_all_hooks() first, or for hooks of your own "
-                    "accelerate.hooks.remove_hook_from_module(module, recurse=True)."
+                    "enable_sequential_cpu_offload, or a device_map); call pipe.remove_all_hooks() first, or for hooks "
+                    "of your own accelerate.hooks.remove_hook_from_module(module, recurse=True)."
                 )
             registry = module.__dict__.get("_diffusers_hook")
             if registry is not None and registry.get_hook("group_offloading") is not None:

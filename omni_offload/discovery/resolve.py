@@ -115,14 +115,14 @@ def _plan_component(
 ) -> ComponentPlan:
     if one.path not in selected:
         return ComponentPlan(one.path, one.role, one.module, STAYS)
+    if config.mode == "module" and is_split(one.module):
+        return _plan_split(one)
     lists = block_lists(one, plan)
     sequences = _distinct([blocks_at(one, path, where) for path, where in lists])
     guessed = [path for path, where in lists if where.endswith("by structure")]
     if guessed:
         notices.append(f"{one.path}: blocks found by structure in {', '.join(guessed)}")
     if config.mode == "module":
-        if is_split(one.module):
-            return _plan_split(one, sequences)
         return ComponentPlan(one.path, one.role, one.module, SWAPPED, tuple(sequences))
     if not sequences:
         attribute = "block_attrs" if one.role == DIT else "encoder_block_attrs"
@@ -158,7 +158,7 @@ def _distinct(sequences: Sequence[tuple[UnitPlan, ...]]) -> list[tuple[UnitPlan,
     return result
 
 
-def _plan_split(one: Component, sequences: Sequence[tuple[UnitPlan, ...]]) -> ComponentPlan:
+def _plan_split(one: Component) -> ComponentPlan:
     declared = getattr(type(one.module), "_offload_components", None)
     where = f"{type(one.module).__name__}._offload_components"
     if not isinstance(declared, Mapping) or len(declared) < 2:

@@ -101,6 +101,9 @@ def block_lists(component: Component, plan: OffloadPlan) -> list[tuple[str, str]
         if isinstance(own, str) or not own or len(set(own)) != len(own):
             raise OffloadConfigError(f"{describe(where, own)} must be a list of different module paths, not empty")
         return [(path, where) for path in own]
+    if is_split(component.module):
+        parts = [path for paths in kind._offload_components.values() for path in paths]  # type: ignore[attr-defined]
+        return [(path, f"{kind.__name__}._offload_components") for path in parts if _has(component.module, path)]
     known = BLOCK_LISTS.get(kind.__name__, ())
     present = [path for path in known if _has(component.module, path)]
     if present:

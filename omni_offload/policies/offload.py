@@ -33,7 +33,7 @@ from ..engine.pinning import registrar_for
 from ..engine.stores import PINNED, HostAllocator
 from ..engine.streamer import Group, LayerStreamer, Token, WholeStreamer
 from ..engine.transfer import transfer_for
-from ..engine.unit import Shell, Unit
+from ..engine.unit import Shell, Unit, move, own_tensors, walk
 from ..errors import OffloadStateError
 from ..report import ComponentReport, OffloadReport
 from .interop import acquires_in_forward, point_hooks_at
@@ -203,6 +203,8 @@ class Offload(ABC):
             for plan in self._stay:
                 plan.module.to("cpu")
             for component in self.components:
+                # Whatever a failed or interrupted build had not parked yet.
+                move((tensor for _, tensor in own_tensors(walk([component.plan.module]))), torch.device("cpu"))
                 detach(component.plan.module)
             self.state = State.OFF
             self.components, self._shells, self._blocks, self._stay = [], [], [], []
