@@ -7,7 +7,7 @@ locks what is asked for.
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 from typing import Any, Protocol
 
 import torch
@@ -49,12 +49,9 @@ class RuntimeRegistrar:
 
     def _forget_error(self) -> None:
         # The runtime remembers the last error, and the next kernel launch would report it as its own: a refusal of
-        # host memory must not turn up as "CUDA out of memory".
-        if self._device.type == "cuda":
-            runtime = ctypes.CDLL(None)
-            clear = getattr(runtime, "cudaGetLastError", None) or getattr(runtime, "hipGetLastError", None)
-            if clear is not None:
-                clear()
+        # host memory must not turn up as "CUDA out of memory". So a launch of ours fetches it.
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device=self._device)
 
 
 def registrar_for(device: torch.device) -> Registrar | None:

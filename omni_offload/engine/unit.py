@@ -18,6 +18,7 @@ Being real, they can be edited. Before a unit is shown on the device it is compa
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from operator import attrgetter
 
 import torch
@@ -106,6 +107,8 @@ class Members:
         # The modules are held so that none of their ids can come back as another module's.
         self._modules = list(walk(self.roots, self._stop))
         self._held = [d for m in self._modules for d in (m._modules, m._parameters, m._buffers)]
+        self._sizes = list(map(len, self._held))
+        self._filled = [d for d in self._held if d]
         self._ids = self._current_ids()
         excluded = {id(t) for t in self._excluded}
         found = own_tensors(self._modules)
@@ -118,11 +121,11 @@ class Members:
                 self.tensors.append(tensor)
 
     def _current_ids(self) -> list[int]:
-        return [id(x) for d in self._held for x in d.values()]
+        return list(map(id, chain.from_iterable([d.values() for d in self._filled])))
 
     def restructured(self) -> bool:
         """Whether a module, parameter or buffer has come, gone or been replaced since the last scan."""
-        return self._current_ids() != self._ids
+        return list(map(len, self._held)) != self._sizes or self._current_ids() != self._ids
 
     def exclude(self, tensors: Sequence[torch.Tensor]) -> None:
         """Leave `tensors` out from now on."""
@@ -275,7 +278,7 @@ class Unit(Members):
         return (
             list(map(torch.Tensor.data_ptr, self.tensors)) != self._host_addresses
             or list(map(_identity, self.tensors)) != self._dtypes
-            or self._current_ids() != self._ids
+            or self.restructured()
         )
 
     def astray(self) -> bool:

@@ -78,6 +78,8 @@ class CountingBlock(Block):
 class Denoiser(nn.Module):
     """Blocks between two layers of the shell, with parameters and buffers of its own at the root."""
 
+    _layerwise_offload_blocks_attrs = ("blocks",)
+
     def __init__(self, blocks: Iterable[nn.Module], width: int = WIDTH) -> None:
         super().__init__()
         self.proj_in = nn.Linear(width, width)
@@ -180,7 +182,7 @@ class SplitPipeline(OffloadMixin, nn.Module):
         return self.vae(x)
 
 
-# --- making and running them --------------------------------------------------------------------------------------------
+# --- making and running them ------------------------------------------------------------------------------------------
 
 MODES = ("layer", "module")
 
@@ -241,7 +243,7 @@ def on_device(module: nn.Module) -> set[str]:
     return {name for name, t in tensors(module) if t.device.type != "cpu"}
 
 
-# --- pipelines of Diffusers' -------------------------------------------------------------------------------------------
+# --- pipelines of Diffusers' ------------------------------------------------------------------------------------------
 
 
 def offloadable(family: str, **options: Any) -> Any:

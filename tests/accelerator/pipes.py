@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,13 +56,18 @@ def output(pipe: Any, family: str = "wan", *, steps: int = 2, **changes: Any) ->
 
 
 def brief(pipe: Any, **changes: Any) -> torch.Tensor:
-    """The latents of the shortest call of a Wan pipeline that runs every part of it but the VAE.
-
-    With a scheduler of its own, since one keeps tensors of its last call on the device.
-    """
-    pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    """The latents of the shortest call of a Wan pipeline that runs every part of it but the VAE."""
     tiny = {"output_type": "latent", "num_frames": 1, "height": 16, "width": 16, "max_sequence_length": 8}
     return output(pipe, "wan", **({"steps": 1} | tiny | changes))
+
+
+def device_bytes(device: torch.device, *pipes: Any) -> int:
+    """Bytes on the device once it is idle, without what a scheduler keeps of its last call or an error of its frames."""
+    for pipe in pipes:
+        pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
+    gc.collect()
+    torch.accelerator.synchronize(device)
+    return torch.accelerator.memory_allocated(device)
 
 
 def modules_of(pipe: Any) -> dict[str, nn.Module]:
@@ -86,10 +92,26 @@ def tensors_of(pipe: Any) -> dict[str, torch.Tensor]:
     }
 
 
-def traces(pipe: Any) -> dict[str, Any]:
+Traces = dict[str, dict[str, Any]]
+
+
+def traces(pipe: Any) -> Traces:
     """What offload could leave behind on each module: its class, its own attributes, its hooks."""
-    hooks = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
     return {
-        path: (type(module), sorted(vars(module)), {name: len(vars(module)[name]) for name in hooks})
+        path: {"class": type(module)}
+        | {name: len(value) if name.endswith("_hooks") else True for name, value in vars(module).items() if value}
         for path, module in modules_of(pipe).items()
+    }
+
+
+def changes(before: Traces, after: Traces) -> Traces:
+    """What of `after` is not as it was `before`, by module."""
+    return {
+        path: {
+            key: after.get(path, {}).get(key)
+            for key in keys.keys() | after.get(path, {}).keys()
+            if keys.get(key) != after.get(path, {}).get(key)
+        }
+        for path, keys in before.items()
+        if keys != after.get(path)
     }

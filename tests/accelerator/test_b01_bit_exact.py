@@ -28,14 +28,13 @@ def assert_as_resident(
         before = pipe.offload_report().copies
         assert torch.equal(run(pipe, device, models.sample(i)), expected[i])
         assert pipe.offload_report().copies - before >= units
-        assert not any(name.startswith("transformer.blocks") for name in models.on_device(pipe)) or options
+        if "layer_options" not in options:
+            assert not any("transformer.blocks." in name for name in models.on_device(pipe))
 
 
 @modes
 @pytest.mark.parametrize("count", range(1, 10))
-def test_any_number_of_unequal_blocks(
-    count: int, mode: str, device: torch.device, schedule: dict[str, bool]
-) -> None:
+def test_any_number_of_unequal_blocks(count: int, mode: str, device: torch.device, schedule: dict[str, bool]) -> None:
     assert_as_resident(models.small(count), mode, device, count)
 
 
@@ -60,17 +59,16 @@ def test_encoder_and_dit_stream_through_one_window(device: torch.device, schedul
 
 @pytest.mark.parametrize("pin", [None, False])
 @modes
-def test_mixed_dtypes_and_strides(
-    mode: str, pin: bool | None, device: torch.device, schedule: dict[str, bool]
-) -> None:
+def test_mixed_dtypes_and_strides(mode: str, pin: bool | None, device: torch.device, schedule: dict[str, bool]) -> None:
     pipe = models.small(4, MixedBlock)
     before = {name: (t.dtype, t.shape, t.stride(), t.clone()) for name, t in models.tensors(pipe.transformer.blocks)}
     assert_as_resident(pipe, mode, device, 4, pin_memory=pin)
     for name, tensor in models.tensors(pipe.transformer.blocks):
         dtype, shape, stride, values = before[name]
         assert (tensor.dtype, tensor.shape, tensor.stride()) == (dtype, shape, stride), name
-        assert torch.equal(tensor.view(torch.uint8) if dtype.itemsize == 1 else tensor,
-                           values.view(torch.uint8) if dtype.itemsize == 1 else values), name
+        if dtype == torch.float8_e4m3fn:
+            tensor, values = tensor.float(), values.float()
+        assert torch.equal(tensor, values), name
 
 
 @modes
@@ -105,7 +103,7 @@ def test_parts_of_a_split_model(device: torch.device, schedule: dict[str, bool])
     assert_as_resident(pipe, "module", device, 9)  # 3 + 4 blocks, the reasoner's head, and the shell
 
 
-# --- small pipelines of real Diffusers and transformers classes --------------------------------------------------------------
+# --- small pipelines of real Diffusers and transformers classes -------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

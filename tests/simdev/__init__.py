@@ -90,6 +90,8 @@ def set(**values: float | None) -> None:
         flops: Floating-point operations per microsecond.
         latency: Microseconds of each operation on the device.
         host_op: Microseconds the host takes to submit an operation.
+        sticky_errors: Whether an error code of `cudaHostRegister` or `cudaHostUnregister` is raised again by the
+            next operator, once. CUDA does that.
     """
     defaults = torch.ops.simdev.settings(True)
     for name, value in values.items():
@@ -117,11 +119,12 @@ def schedules() -> list[dict[str, bool]]:
 
 
 def reset() -> None:
-    """Restore all settings, and forget races, trace and counters, and the peaks of pinned memory.
+    """Restore all settings, and forget races, errors, trace and counters, and the peaks of pinned memory.
 
     Memory, registrations, queued work and the virtual clock stay as they are.
     """
     set(**dict.fromkeys(torch.ops.simdev.settings(True)))
+    torch.ops.simdev.clear_pending_error()
     races(clear=True)
     trace(clear=True)
     counters(clear=True)

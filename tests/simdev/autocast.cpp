@@ -1,4 +1,4 @@
-// Autocast as on CUDA: torch's own lists of what runs in lower precision, in fp32, or in the widest input dtype.
+// Autocast as on CUDA: torch's own lists of what runs in lower precision, in fp32, or in the widest dtype.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 

@@ -42,9 +42,7 @@ def cache_dir() -> Path:
     except OSError as error:
         raise SimdevUnavailable(f"no cache directory: {error}; set XDG_CACHE_HOME") from error
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise SimdevUnavailable(
-            f"{path} belongs to another user or others may write to it; set XDG_CACHE_HOME"
-        )
+        raise SimdevUnavailable(f"{path} belongs to another user or others may write to it; set XDG_CACHE_HOME")
     return path
 
 

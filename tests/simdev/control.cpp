@@ -26,6 +26,7 @@ const std::map<std::string, double Settings::*>& setting_table() {
       {"flops", &Settings::flops},
       {"latency", &Settings::latency},
       {"host_op", &Settings::host_op},
+      {"sticky_errors", &Settings::sticky_errors},
   };
   return table;
 }
@@ -110,6 +111,11 @@ int64_t pending(int64_t stream) {
   return (int64_t)runtime().streams.at(stream).queue.size();
 }
 
+void clear_pending_error() {
+  SIMDEV_LOCK();
+  runtime().pending_error.clear();
+}
+
 void host_access(const Tensor& tensor, bool write) {
   TORCH_CHECK(tensor.device().is_cpu(), "simulated device: the host has no access to ", tensor.device());
   SIMDEV_LOCK();
@@ -139,6 +145,7 @@ TORCH_LIBRARY(simdev, m) {
   m.def("trace(bool clear) -> str[]", &take_trace);
   m.def("host_time() -> float", &host_time);
   m.def("pending(int stream) -> int", &pending);
+  m.def("clear_pending_error() -> ()", &clear_pending_error);
   m.def("host_access(Tensor tensor, bool write) -> ()", &host_access);
   m.def("host_register(int pointer, int bytes, int flags) -> int", &host_register);
   m.def("host_unregister(int pointer) -> int", &host_unregister);

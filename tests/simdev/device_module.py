@@ -117,7 +117,15 @@ def patch_tensor_data(name: str) -> None:
     """Let `tensor.data = other` cross between the CPU and the device, as torch allows for CUDA alone."""
     builtin: Any = torch._C.TensorBase.__dict__["data"]
 
+    plain = (torch.Tensor, torch.nn.Parameter)
+    set_data = torch.ops.simdev.set_data.default._op  # the operator without Python around it: this is called a lot
+
     def assign(self: torch.Tensor, new: Any) -> None:
+        if type(self) in plain and type(new) in plain and self.is_cpu != new.is_cpu:
+            strided = self.layout is torch.strided and new.layout is torch.strided
+            if strided and not torch._C._len_torch_dispatch_stack():
+                set_data(self, new)
+                return
         ours = (
             isinstance(new, torch.Tensor)
             and not has_torch_function_unary(self)  # a subclass has the first say, and comes back here

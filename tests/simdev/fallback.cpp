@@ -176,6 +176,7 @@ class OperatorCall {
   }
 
   Stack run() {
+    raise_pending_error();
     c10::DeviceGuard guard(device_);
     if (writes_arguments_only())
       return queue_kernel({});

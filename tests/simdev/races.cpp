@@ -41,9 +41,12 @@ void check_access(size_t stream, const Use& use, const std::string& what) {
   if (!use.block || use.begin >= use.end)
     return;
   auto& state = runtime().streams[stream];
+  const Clock& host = runtime().host_clock;
   std::vector<Access> kept;
   std::string message;
   for (const Access& earlier : use.block->accesses) {
+    if (tick_of(host, earlier.stream) >= earlier.tick)
+      continue; // the host has waited for it, and all that it submits from now on comes after
     bool ordered = tick_of(state.clock, earlier.stream) >= earlier.tick;
     bool overlap = earlier.begin < use.end && use.begin < earlier.end;
     if (overlap && !ordered && (earlier.write || use.write) && message.empty()) {

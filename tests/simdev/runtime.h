@@ -144,6 +144,7 @@ struct Settings {
   double flops = 4e8;  // per microsecond
   double latency = 5;  // microseconds, of each operation on the device
   double host_op = 2;  // microseconds the host spends to submit one operation
+  double sticky_errors = 1;  // an error of cudaHostRegister is raised again by the next kernel, as on CUDA
 };
 
 // A sum with its high-water mark.
@@ -169,6 +170,7 @@ struct Runtime {
   std::map<char*, BlockPtr> registrations;
   std::vector<c10::CachingDeviceAllocator::DeviceStats> stats;
   std::vector<std::pair<BlockPtr, std::vector<EventPtr>>> deferred_frees;
+  std::string pending_error;
   Tally pinned;
   Tally pinned_pow2;  // what a pool of power-of-two blocks would have locked for the same requests
 
@@ -240,6 +242,8 @@ void record_stream(const c10::DataPtr& pointer, size_t stream);
 int64_t host_register(int64_t pointer, int64_t bytes, int64_t flags);
 int64_t host_unregister(int64_t pointer);
 void drop_registration(const BlockPtr& block);
+// Throws what a failed registration left behind, once.
+void raise_pending_error();
 void install_hooks();
 
 // ---- kernels.cpp, copies.cpp, fallback.cpp --------------------------------------------------------------
