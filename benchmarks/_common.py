@@ -1,4 +1,4 @@
-"""What both benchmarks share: options, the simulated device, a description of the machine, and how results leave.
+"""What both benchmarks share: options, the simulated device, the machine's description, how results leave.
 
 Import it before torch: it sets what torch reads when it is imported.
 """
@@ -31,7 +31,9 @@ torch.set_num_threads(1)
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
     """The options that every benchmark has."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--smoke", action="store_true", help="less of everything, within a minute")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the results to FILE as JSON")
     return parser
@@ -72,7 +74,9 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or "unknown"
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
 
 
 def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
@@ -80,15 +84,13 @@ def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[object]
     cells = [[f"{cell:.3f}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in (head, *cells)) for i in range(len(head))]
     print(f"\n{title}")
-    for row in (head, *cells):
-        first, *rest = (
-            cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        print("  " + "  ".join([first, *rest]))
+    for first, *rest in (head, *cells):
+        columns = [cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True)]
+        print("  " + "  ".join([first.ljust(widths[0]), *columns]))
 
 
 def finish(name: str, results: dict[str, Any], details: dict[str, Any], options: argparse.Namespace) -> None:
-    """Print `results` as one line of JSON, the last; write them, `details` and the machine to the output file."""
+    """Print `results` as one line of JSON, the last; write them and more to the output file, if any."""
     if options.output is not None:
         document = {"benchmark": name, "smoke": options.smoke, "machine": machine(), "results": results}
         document |= {"details": details}

@@ -1,9 +1,9 @@
 """What offloading costs the host: time per streamed block, time to enable, and memory while enabling.
 
 All figures are ratios of what was measured side by side in one run, each part in processes of its own.
-  - time per block: what a call of a Wan block takes longer when it is streamed, its forward emptied, against the same
-    with Diffusers' group offload with a stream; on the simulated device, whose own share burdens both.
-  - enabling: the wall time of `enable_layerwise_offload` against one copy of the same bytes into fresh memory.
+  - time per block: what a call of a Wan block takes longer when it is streamed, its forward emptied, against
+    the same with Diffusers' group offload with a stream; on the simulated device, whose share burdens both.
+  - enabling: the wall time of `enable_layerwise_offload` against one copy of the same bytes to fresh memory.
   - memory: the peak of anonymous memory while enabling, against the weights plus one unit.
 """
 
@@ -40,11 +40,11 @@ MEMORY_TARGET = 1.05
 
 OURS = "omni_offload"
 RESIDENT = "resident"
-GROUP_STREAM = "diffusers group, stream"
-GROUP_RECORD = "diffusers group, stream, record_stream"
+GROUP_STREAM = "diffusers_group_stream"
+GROUP_RECORD = "diffusers_group_stream_record"
 
 
-# --- time per block -----------------------------------------------------------------------------------------------
+# --- time per block ----------------------------------------------------------------------------------
 
 
 class EmptyBlock(WanTransformerBlock):
@@ -108,7 +108,7 @@ def block_times(smoke: bool) -> dict[str, float]:
             pipeline(1, *inputs)  # Diffusers sets its prefetching up in the first pass; ours fills its window
             chain.seconds.clear()
             pipeline(passes, *inputs)
-            # Ours drops what it prefetched at the end of a call: the first pass of the next one is no steady pass.
+            # What was fetched ahead is dropped when a call ends: the first pass of a call is no steady one.
             steady = chain.seconds[blocks:]
             if number:
                 seconds[mode] += steady
@@ -120,10 +120,10 @@ def block_times(smoke: bool) -> dict[str, float]:
 def _assign_data_in_cpp() -> None:
     """Have `tensor.data = other` be one call into C++, as it is on a device that torch knows.
 
-    The simulated device has a Python function there, five times as slow, which would be half of what is measured.
+    The simulated device has a Python function there, several times as slow, which would be half of our time.
     """
     setter: Any = torch.ops.simdev.set_data.default._op
-    torch.Tensor.data = property(torch._C.TensorBase.data.__get__, setter)  # type: ignore[assignment, attr-defined]
+    torch.Tensor.data = property(torch._C.TensorBase.data.__get__, setter)
 
 
 def _enable_ours(pipeline: ChainPipeline, device: torch.device) -> None:
@@ -153,16 +153,24 @@ _MODES: dict[str, Callable[[ChainPipeline, torch.device], Any]] = {
 }
 
 
-# --- enabling -----------------------------------------------------------------------------------------------------
+# --- enabling ----------------------------------------------------------------------------------------
 
 
 class LargePipeline(OffloadMixin, nn.Module):
-    """A Wan transformer with enough weights to measure, in ordinary memory, all of it touched."""
+    """A Wan transformer with enough weights to measure, in ordinary memory, all of it touched.
+
+    Args:
+        heap: have the weights in the C library's heap. Freed memory goes back to the system by itself only if it
+            was mapped for one tensor, and glibc stops doing so for what is smaller than the largest block that was
+            freed so, up to 32 MiB: as a rule, loading a model has done that.
+    """
 
     _dit_modules = ("transformer",)
 
-    def __init__(self, smoke: bool) -> None:
+    def __init__(self, smoke: bool, *, heap: bool = False) -> None:
         super().__init__()
+        if heap:
+            torch.empty(31 * 2**20, dtype=torch.uint8)  # freed at once
         heads, layers = (4, 6) if smoke else (8, 12)
         with torch.device("meta"):
             self.transformer = WanTransformer3DModel(
@@ -206,8 +214,8 @@ def copy_time(smoke: bool) -> dict[str, float]:
 def _warm_up(memory_bytes: int = 0) -> None:
     """Have imports and first calls behind us, on a pipeline too small to matter, and as much memory at hand.
 
-    A virtual machine pays several times over for memory that it has never used before, and large pages come from
-    such memory sooner than small ones do: without this the time is the machine's, not the copy's.
+    A virtual machine pays several times over for memory that it has never used before, and large pages come
+    from such memory sooner than small ones do: without this the time is the machine's, not the copy's.
     """
     chain = ChainPipeline(Chain(2).requires_grad_(False))
     chain.enable_layerwise_offload(device="cpu")
@@ -253,12 +261,22 @@ class Anonymous:
             thread.join()
 
 
-def memory(smoke: bool) -> dict[str, float]:
-    """Anonymous bytes above what the process had before the weights: with them, at the peak, and with offload on."""
+def mapped_memory(smoke: bool) -> dict[str, float]:
+    """See `_memory`; each weight in memory mapped for it."""
+    return _memory(smoke, heap=False)
+
+
+def heap_memory(smoke: bool) -> dict[str, float]:
+    """See `_memory`; the weights in the heap."""
+    return _memory(smoke, heap=True)
+
+
+def _memory(smoke: bool, *, heap: bool) -> dict[str, float]:
+    """Anonymous bytes on top of what the process had before: with weights, at the peak, with offload on."""
     anonymous = Anonymous()
     _warm_up()
     before = anonymous.now()
-    pipeline = LargePipeline(smoke)
+    pipeline = LargePipeline(smoke, heap=heap)
     loaded = anonymous.now() - before
     with anonymous.watching():
         pipeline.enable_layerwise_offload(device="cpu")
@@ -271,13 +289,14 @@ def memory(smoke: bool) -> dict[str, float]:
     }
 
 
-# --- all of it ----------------------------------------------------------------------------------------------------
+# --- all of it ---------------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[bool], dict[str, float]]] = {
     "block_times": block_times,
     "enable_time": enable_time,
     "copy_time": copy_time,
-    "memory": memory,
+    "mapped_memory": mapped_memory,
+    "heap_memory": heap_memory,
 }
 
 
@@ -292,7 +311,9 @@ def in_child(part: str, smoke: bool) -> dict[str, float]:
 def main() -> None:
     """See the module."""
     parser = _common.arguments(__doc__)
-    parser.add_argument("--part", choices=PARTS, help="run one part in this process and print what it measured")
+    parser.add_argument(
+        "--part", choices=PARTS, help="run one part in this process and print what it measured"
+    )
     options = parser.parse_args()
     _common.quiet()
     if options.part is not None:
@@ -305,7 +326,7 @@ def main() -> None:
     quickest = min(extra[GROUP_STREAM], extra[GROUP_RECORD])
     _common.print_table(
         "Host time per streamed Wan block on the simulated device (median)",
-        ("mode", "extra us", "x quicker one of Diffusers"),
+        ("mode", "us", "x the quicker Diffusers one"),
         [(mode, f"{seconds * 1e6:.1f}", seconds / quickest) for mode, seconds in extra.items()],
     )
 
@@ -314,25 +335,27 @@ def main() -> None:
         enabling.append(in_child("enable_time", smoke)["seconds"])
         copying.append(in_child("copy_time", smoke)["seconds"])
     enable_seconds, copy_seconds = statistics.median(enabling), statistics.median(copying)
-    held = in_child("memory", smoke)
-    limit = held["weights"] + held["unit"]
+    mapped, heap = in_child("mapped_memory", smoke), in_child("heap_memory", smoke)
+    weights, limit = mapped["weights"], mapped["weights"] + mapped["unit"]
     mib = 2**20
     _common.print_table(
-        f"Enabling layerwise offload, {held['weights'] / mib:.0f} MiB of weights, largest unit {held['unit'] / mib:.0f} MiB",
+        f"Enabling: {weights / mib:.0f} MiB of weights, {mapped['unit'] / mib:.0f} MiB a unit",
         ("what", "measured", "against", "ratio"),
         [
-            ("time", f"{enable_seconds:.3f} s", f"plain copy {copy_seconds:.3f} s", enable_seconds / copy_seconds),
             (
-                "peak memory",
-                f"{held['peak'] / mib:.0f} MiB",
-                f"weights + unit {limit / mib:.0f} MiB",
-                held["peak"] / limit,
+                "time",
+                f"{enable_seconds:.3f} s",
+                f"plain copy {copy_seconds:.3f} s",
+                enable_seconds / copy_seconds,
             ),
-            (
-                "memory behind it",
-                f"{held['enabled'] / mib:.0f} MiB",
-                f"before {held['loaded'] / mib:.0f} MiB",
-                held["enabled"] / held["loaded"],
+            *(
+                (
+                    f"peak memory, weights {where}",
+                    f"{held['peak'] / mib:.0f} MiB",
+                    f"weights + unit {limit / mib:.0f} MiB",
+                    held["peak"] / limit,
+                )
+                for where, held in (("mapped", mapped), ("in the heap", heap))
             ),
         ],
     )
@@ -342,14 +365,15 @@ def main() -> None:
         "block_host_time_target": round(BLOCK_TIME_TARGET, 4),
         "enable_time_over_plain_copy": round(enable_seconds / copy_seconds, 4),
         "enable_time_target": ENABLE_TIME_TARGET,
-        "enable_peak_memory_over_weights_plus_unit": round(held["peak"] / limit, 4),
+        "enable_peak_memory_over_weights_plus_unit": round(mapped["peak"] / limit, 4),
+        "enable_peak_memory_over_weights_plus_unit_from_heap": round(heap["peak"] / limit, 4),
         "enable_peak_memory_target": MEMORY_TARGET,
     }
     details = {
         "block_call_seconds": times,
         "enable_seconds": enabling,
         "copy_seconds": copying,
-        "anonymous_bytes": held,
+        "anonymous_bytes": {"mapped": mapped, "heap": heap},
     }
     _common.finish("overhead", results, details, options)
 

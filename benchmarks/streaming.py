@@ -1,8 +1,8 @@
-"""How close streaming comes to the ideal, in virtual time on the simulated device, beside Diffusers' group offload.
+"""How close streaming comes to the ideal, in virtual time on the simulated device.
 
-Ideal is max(compute, copy): the time of a resident pass, or the time in which the link can carry the weights that
-stream, whichever is longer. Costs are set so that copying a block takes 0.5, 1 and 2 times as long as computing it.
-Everything is a ratio of virtual times of one run; the costs themselves are invented.
+Ideal is max(compute, copy): the time of a resident pass, or the time in which the link can carry the weights
+that stream, whichever is longer. Costs are set so that copying a block takes 0.5, 1 and 2 times as long as
+computing it. Everything is a ratio of virtual times of one run; the costs themselves are invented.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import _common  # isort: skip -- sets what torch reads on import
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,42 +26,57 @@ RATIOS = (0.5, 1.0, 2.0)
 TARGETS = {0.5: 1.02, 1.0: 1.04, 2.0: 1.02}  # steady pass, as a multiple of ideal
 FIRST_PASS_TARGET = 1.05
 
-# A block of the benchmark computes for about 10 ms of virtual time in 90 operations of at least 5 us each: as in a
-# large model, what an operation costs by itself hardly shows.
-FLOPS = 4e3  # per microsecond
+# Floating-point operations per virtual microsecond. A block of the benchmark is some 90 operations of at least
+# 5 us each. Large blocks compute for about 10 ms, as in a large model, and what an operation costs by itself
+# hardly shows; small ones compute for about 0.8 ms, half of which is that, so all that is added shows.
+FLOPS = {"large": 4e3, "small": 1e5}
 BLOCKS = 12  # of the steady passes
-BLOCKS_AFTER_ENCODER = 40  # Wan 14B has 40: the first block's copy has nothing to hide behind, and weighs 1/40
+BLOCKS_AFTER_ENCODER = 40  # as in Wan 14B: the first block's copy has nothing to hide behind, and weighs 1/40
 
-_SYNCS = ("stream_syncs", "event_syncs", "device_syncs", "item_syncs", "sync_ops", "blocking_h2d", "blocking_d2h")
+_SYNCS = (
+    "stream_syncs",
+    "event_syncs",
+    "device_syncs",
+    "item_syncs",
+    "sync_ops",
+    "blocking_h2d",
+    "blocking_d2h",
+)
 
 OURS = "omni_offload"
 RESIDENT = "resident"
-GROUP = "diffusers group"
-GROUP_STREAM = "diffusers group, stream"
-GROUP_RECORD = "diffusers group, stream, record_stream"
+GROUP = "diffusers_group"
+GROUP_STREAM = "diffusers_group_stream"
+GROUP_RECORD = "diffusers_group_stream_record"
 
 
 class Denoising(OffloadMixin, nn.Module):
     """A pipeline that consists of an encoder, if there is one, and a loop over the transformer."""
 
-    _dit_modules = ["transformer"]
-    _encoder_modules = ["text_encoder"]
+    _dit_modules = ("transformer",)
+    _encoder_modules = ("text_encoder",)
 
-    def __init__(self, transformer: nn.Module, text_encoder: nn.Module | None = None) -> None:
+    def __init__(self, transformer: Any, text_encoder: Any = None) -> None:
         super().__init__()
         self.transformer = transformer
         self.text_encoder = text_encoder
 
     @torch.no_grad()
-    def forward(self, inputs: dict[str, torch.Tensor], passes: int, behind_pass: Callable[[int], None]) -> torch.Tensor:
-        """Run `passes` passes, one on what the other left; `behind_pass(n)` once pass `n` (from 1) is submitted."""
+    def forward(
+        self, inputs: dict[str, torch.Tensor], passes: int, behind_pass: Callable[[int], None]
+    ) -> torch.Tensor:
+        """Run `passes` passes, each on what the last one left; call `behind_pass(n)` behind pass `n`."""
         latents = inputs["latents"]
         text = inputs["text"]
         if self.text_encoder is not None:
             text = self.text_encoder(input_ids=inputs["ids"]).last_hidden_state
         behind_pass(0)
         for number in range(1, passes + 1):
-            arguments = {"hidden_states": latents, "timestep": inputs["timestep"], "encoder_hidden_states": text}
+            arguments = {
+                "hidden_states": latents,
+                "timestep": inputs["timestep"],
+                "encoder_hidden_states": text,
+            }
             latents = latents - 0.1 * self.transformer(**arguments).sample
             behind_pass(number)
         return latents
@@ -103,13 +118,17 @@ class Bench:
     """The models, their inputs and the device.
 
     Args:
+        flops: what a block costs; see `FLOPS`.
         blocks: of the transformer.
         encoder: whether there is a text encoder.
     """
 
-    def __init__(self, sim: Any, device: torch.device, blocks: int, *, encoder: bool) -> None:
+    def __init__(
+        self, sim: Any, device: torch.device, flops: float, blocks: int = BLOCKS, *, encoder: bool = False
+    ) -> None:
         self.sim = sim
         self.device = device
+        self.flops = flops
         self.blocks = blocks
         self.encoder = encoder
         generator = torch.Generator().manual_seed(0)
@@ -119,6 +138,13 @@ class Bench:
             "timestep": torch.tensor([7]),
             "ids": torch.randint(0, 128, (1, 16), generator=generator),
         }
+
+    def settings(self, **values: float) -> AbstractContextManager[None]:
+        """Set costs for a while; without race detection, which takes real time and no virtual time."""
+        context: AbstractContextManager[None] = self.sim.settings(
+            **{"flops": self.flops, "race_mode": 0, **values}
+        )
+        return context
 
     def pipeline(self) -> Denoising:
         """A new pipeline on the host, with the same weights each time."""
@@ -147,7 +173,7 @@ class Bench:
         return Denoising(transformer, text_encoder).eval().requires_grad_(False)
 
     def run(self, pipeline: Denoising, passes: int, *, first: bool = False) -> Measured:
-        """Call the pipeline once and measure its passes from the second on, or (`first`) the first one alone."""
+        """Call the pipeline once and measure its passes from the second on, or the first one alone."""
         start, end = (0, 1) if first else (1, passes)
         marks: dict[int, torch.Event] = {}
         counts: dict[int, dict[str, int]] = {}
@@ -182,7 +208,7 @@ class Bench:
             marks.append(torch.Event(device=self.device, enable_timing=True))
             marks[-1].record()
 
-        block = pipeline.transformer.blocks[self.blocks // 2]  # type: ignore[union-attr, index]
+        block = pipeline.transformer.blocks[self.blocks // 2]
         handles = [block.register_forward_pre_hook(mark), block.register_forward_hook(mark)]
         self.run(pipeline, 2)
         for handle in handles:
@@ -195,19 +221,12 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
 
 
-@contextmanager
-def settings(sim: Any, **values: float) -> Iterator[None]:
-    """Costs of the device for a while; no race detection, which does not change virtual time but takes real time."""
-    with sim.settings(flops=FLOPS, race_mode=0, **values):
-        yield
-
-
 def link_speed(ratio: float, block_bytes: float, block_time: float) -> float:
     """Bytes per virtual microsecond at which copying a block takes `ratio` times as long as computing it."""
     return block_bytes / (ratio * block_time)
 
 
-# --- steady passes ----------------------------------------------------------------------------------------------------
+# --- steady passes ----------------------------------------------------------------------------------
 
 
 def _resident(pipeline: Denoising, device: torch.device) -> None:
@@ -218,9 +237,13 @@ def _ours(pipeline: Denoising, device: torch.device) -> None:
     pipeline.enable_layerwise_offload(device=device)
 
 
+def _ours_whole(pipeline: Denoising, device: torch.device) -> None:
+    pipeline.enable_model_cpu_offload(device=device)
+
+
 def _group(**options: bool) -> Callable[[Denoising, torch.device], None]:
     def enable(pipeline: Denoising, device: torch.device) -> None:
-        pipeline.transformer.enable_group_offload(  # type: ignore[operator, union-attr]
+        pipeline.transformer.enable_group_offload(
             onload_device=device,
             offload_device=torch.device("cpu"),
             offload_type="block_level",
@@ -241,13 +264,15 @@ MODES: dict[str, Callable[[Denoising, torch.device], None]] = {
 }
 
 
-def steady(bench: Bench, ratios: Sequence[float], passes: int) -> tuple[dict[float, dict[str, dict[str, float]]], bool]:
+def steady(
+    bench: Bench, ratios: Sequence[float], passes: int
+) -> tuple[dict[float, dict[str, dict[str, float]]], bool]:
     """Per ratio and mode the figures of a steady pass; and whether all outputs equal the resident one."""
     figures: dict[float, dict[str, dict[str, float]]] = {}
     equal = True
-    with settings(bench.sim):
+    with bench.settings():
         pipeline = bench.pipeline()
-        block_bytes = weight_bytes(pipeline.transformer.blocks) / bench.blocks  # type: ignore[arg-type, union-attr]
+        block_bytes = weight_bytes(pipeline.transformer.blocks) / bench.blocks
         all_bytes = weight_bytes(pipeline.transformer)
         pipeline.to(bench.device)
         block_time = bench.block_time(pipeline)
@@ -257,7 +282,7 @@ def steady(bench: Bench, ratios: Sequence[float], passes: int) -> tuple[dict[flo
         speed = link_speed(ratio, block_bytes, block_time)
         figures[ratio] = {}
         for mode, enable in MODES.items():
-            with settings(bench.sim, h2d_bw=speed, d2h_bw=speed):
+            with bench.settings(h2d_bw=speed, d2h_bw=speed):
                 pipeline = bench.pipeline()
                 enable(pipeline, bench.device)
                 measured = bench.run(pipeline, passes)
@@ -278,18 +303,20 @@ def steady(bench: Bench, ratios: Sequence[float], passes: int) -> tuple[dict[flo
     return figures, equal
 
 
-def count_races(bench: Bench, passes: int) -> tuple[int, bool]:
-    """Races of ours over all four schedules, and whether every output equals the resident one."""
-    with settings(bench.sim):
+def count_races(
+    bench: Bench, passes: int, enable: Callable[[Denoising, torch.device], None]
+) -> tuple[int, bool]:
+    """Races over all four schedules, and whether every output equals the resident one."""
+    with bench.settings():
         pipeline = bench.pipeline()
         _resident(pipeline, bench.device)
         expected = bench.run(pipeline, passes).output
     races, equal = 0, True
     for schedule in bench.sim.schedules():
         bench.sim.races(clear=True)
-        with bench.sim.settings(flops=FLOPS, race_mode=1, **schedule):
+        with bench.settings(race_mode=1, **schedule):
             pipeline = bench.pipeline()
-            _ours(pipeline, bench.device)
+            enable(pipeline, bench.device)
             equal = equal and torch.equal(bench.run(pipeline, passes).output, expected)
             pipeline.disable_offload()
             del pipeline
@@ -299,26 +326,26 @@ def count_races(bench: Bench, passes: int) -> tuple[int, bool]:
     return races, equal
 
 
-# --- the first pass behind an encoder -----------------------------------------------------------------------------------
+# --- the first pass behind an encoder ---------------------------------------------------------------
 
 
 def after_encoder(bench: Bench, ratios: Sequence[float]) -> tuple[dict[float, dict[str, float]], bool]:
-    """Per ratio the first denoising pass behind the encoder, as a whole model arrives; and whether outputs are equal."""
+    """Per ratio the first denoising pass behind the encoder; and whether outputs equal the resident one."""
     figures: dict[float, dict[str, float]] = {}
     equal = True
-    with settings(bench.sim):
+    with bench.settings():
         pipeline = bench.pipeline()
         streamed = weight_bytes(pipeline.transformer)
-        block_bytes = weight_bytes(pipeline.transformer.blocks) / bench.blocks  # type: ignore[arg-type, union-attr]
+        block_bytes = weight_bytes(pipeline.transformer.blocks) / bench.blocks
         pipeline.to(bench.device)
         block_time = bench.block_time(pipeline)
         resident = bench.run(pipeline, 2)
         del pipeline
     for ratio in ratios:
         speed = link_speed(ratio, block_bytes, block_time)
-        with settings(bench.sim, h2d_bw=speed, d2h_bw=speed):
+        with bench.settings(h2d_bw=speed, d2h_bw=speed):
             pipeline = bench.pipeline()
-            pipeline.enable_model_cpu_offload(device=bench.device)
+            _ours_whole(pipeline, bench.device)
             measured = [bench.run(pipeline, 2, first=True) for _ in range(2)][-1]
             pipeline.disable_offload()
             del pipeline
@@ -343,53 +370,69 @@ def main() -> None:
     ratios = (1.0,) if options.smoke else RATIOS
     passes = 3 if options.smoke else 9
 
-    bench = Bench(sim, device, BLOCKS, encoder=False)
-    passes_figures, equal = steady(bench, ratios, passes)
-    races, race_runs_equal = count_races(bench, 2 if options.smoke else 3)
-    large = Bench(sim, device, BLOCKS_AFTER_ENCODER, encoder=True)
-    first_figures, first_equal = after_encoder(large, ratios)
+    steady_figures: dict[str, dict[float, dict[str, dict[str, float]]]] = {}
+    equal = True
+    for size, flops in FLOPS.items():
+        steady_figures[size], as_resident = steady(Bench(sim, device, flops), ratios, passes)
+        equal = equal and as_resident
+    races = 0
+    for encoder, enable in ((False, _ours), (True, _ours_whole)):
+        found, as_resident = count_races(Bench(sim, device, FLOPS["large"], encoder=encoder), 2, enable)
+        races += found
+        equal = equal and as_resident
+    after = Bench(sim, device, FLOPS["large"], BLOCKS_AFTER_ENCODER, encoder=True)
+    first_figures, as_resident = after_encoder(after, ratios)
+    equal = equal and as_resident
 
-    for ratio in ratios:
-        _common.print_table(
-            f"{BLOCKS} Wan blocks, copy/compute {ratio:g}: steady pass in virtual time",
-            ("mode", "x ideal", "x resident", "copies", "copied/weights", "copied back", "host syncs"),
-            [(mode, *figures.values()) for mode, figures in passes_figures[ratio].items()],
-        )
+    for size, by_ratio in steady_figures.items():
+        for ratio, by_mode in by_ratio.items():
+            _common.print_table(
+                f"{BLOCKS} {size} Wan blocks, copy/compute {ratio:g}: a steady pass in virtual time",
+                ("mode", "x ideal", "x resident", "copies", "copied/weights", "copied back", "host syncs"),
+                [(mode, *figures.values()) for mode, figures in by_mode.items()],
+            )
     _common.print_table(
-        f"{BLOCKS_AFTER_ENCODER} Wan blocks behind a text encoder, model-level offload: first pass in virtual time",
-        ("copy/compute", "x ideal", "if one after the other", "copies", "copied back", "host syncs"),
+        f"{BLOCKS_AFTER_ENCODER} large Wan blocks, model-level offload: the first pass behind a text encoder",
+        ("copy/compute", "x ideal", "copy, then compute", "copies", "copied back", "host syncs"),
         [(f"{ratio:g}", *figures.values()) for ratio, figures in first_figures.items()],
     )
+
+    ours = [by_mode[OURS] for by_ratio in steady_figures.values() for by_mode in by_ratio.values()]
+    first = list(first_figures.values())
     results = {
         "steady_pass_over_ideal": {
-            f"copy_over_compute_{ratio:g}": {mode: _rounded(f["over_ideal"]) for mode, f in by_mode.items()}
-            for ratio, by_mode in passes_figures.items()
+            f"{size}_blocks": {
+                _key(ratio): {mode: round(figures["over_ideal"], 4) for mode, figures in by_mode.items()}
+                for ratio, by_mode in by_ratio.items()
+            }
+            for size, by_ratio in steady_figures.items()
         },
-        "steady_pass_over_ideal_target": {f"copy_over_compute_{ratio:g}": TARGETS[ratio] for ratio in ratios},
+        "steady_pass_over_ideal_target": {_key(ratio): TARGETS[ratio] for ratio in ratios},
         "first_pass_behind_encoder_over_ideal": {
-            f"copy_over_compute_{ratio:g}": _rounded(f["over_ideal"]) for ratio, f in first_figures.items()
+            _key(ratio): round(figures["over_ideal"], 4) for ratio, figures in first_figures.items()
         },
         "first_pass_behind_encoder_over_ideal_target": FIRST_PASS_TARGET,
-        "omni_offload_copies_per_block_and_pass": passes_figures[ratios[0]][OURS]["copies"] / BLOCKS,
-        "omni_offload_copied_back": sum(
-            f["copied_back"] for f in (*(by_mode[OURS] for by_mode in passes_figures.values()), *first_figures.values())
-        ),
-        "omni_offload_host_syncs_per_pass": max(by_mode[OURS]["host_syncs"] for by_mode in passes_figures.values()),
+        "omni_offload_copies_per_block_and_pass": max(figures["copies"] for figures in ours) / BLOCKS,
+        "omni_offload_copies_back_per_pass": max(figures["copied_back"] for figures in ours + first),
+        "omni_offload_host_syncs_per_pass": max(figures["host_syncs"] for figures in ours + first),
         "omni_offload_races_in_four_schedules": races,
-        "outputs_equal_resident_bit_for_bit": equal and race_runs_equal and first_equal,
+        "outputs_equal_resident_bit_for_bit": equal,
     }
     details = {
-        "steady_pass": {f"{ratio:g}": by_mode for ratio, by_mode in passes_figures.items()},
-        "first_pass_behind_encoder": {f"{ratio:g}": figures for ratio, figures in first_figures.items()},
         "blocks": BLOCKS,
         "blocks_behind_encoder": BLOCKS_AFTER_ENCODER,
         "measured_passes": passes - 1,
+        "steady_pass": {
+            f"{size}_blocks": {_key(ratio): by_mode for ratio, by_mode in by_ratio.items()}
+            for size, by_ratio in steady_figures.items()
+        },
+        "first_pass_behind_encoder": {_key(ratio): figures for ratio, figures in first_figures.items()},
     }
     _common.finish("streaming", results, details, options)
 
 
-def _rounded(value: float) -> float:
-    return round(value, 4)
+def _key(ratio: float) -> str:
+    return f"copy_over_compute_{ratio:g}"
 
 
 if __name__ == "__main__":

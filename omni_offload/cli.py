@@ -24,7 +24,7 @@ app = typer.Typer(
 )
 
 
-class Pipeline(enum.StrEnum):
+class Pipeline(str, enum.Enum):
     """The small pipelines that the demonstration can build."""
 
     WAN = "wan"
@@ -35,7 +35,7 @@ class Pipeline(enum.StrEnum):
     SPLIT = "split"
 
 
-class Mode(enum.StrEnum):
+class Mode(str, enum.Enum):
     """Ways to offload."""
 
     LAYER = "layer"
@@ -43,7 +43,7 @@ class Mode(enum.StrEnum):
     SPLIT = "split"
 
 
-class Dtype(enum.StrEnum):
+class Dtype(str, enum.Enum):
     """Of the weights."""
 
     FLOAT32 = "float32"

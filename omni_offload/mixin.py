@@ -257,7 +257,7 @@ class OffloadMixin:
             present.remove(interrupted)
         if not present:
             return None
-        if len(present) == 1 and present[0].knows(_modules(self)):
+        if len(present) == 1 and (present[0].knows(_modules(self)) or present[0].inside_call()):
             return present[0]
         logger.warning("%s has other components than when offload was enabled; enabling it anew", type(self).__name__)
         config, device = present[0].plan.config, present[0].plan.device
@@ -413,8 +413,6 @@ def _names(components: Any) -> Any:
 
 
 def _modules(pipeline: Any) -> list[torch.nn.Module]:
-    if isinstance(pipeline, torch.nn.Module):
-        return [pipeline]
     return [unwrapped(module) for module in components_of(pipeline).values()]
 
 

@@ -19,7 +19,7 @@ import torch
 
 from ..adopt import with_offload
 from ..config import OffloadConfig
-from ..devices import resolve_device
+from ..devices import resolve_device, shares_memory_with_host
 from ..errors import OffloadConfigError, describe
 from ..report import OffloadReport
 from . import small_pipelines
@@ -40,7 +40,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def choose_device(name: str | None) -> tuple[torch.device, str]:
-    """The device called `name`, or without a name the accelerator if there is one, else the CPU; and why.
+    """The device called `name`, or without a name the accelerator if one can be offloaded to, else the CPU; and why.
 
     Raises:
         OffloadConfigError: there is no such device.
@@ -50,6 +50,8 @@ def choose_device(name: str | None) -> tuple[torch.device, str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return resolve_device("cpu"), "no accelerator was found"
+    if shares_memory_with_host(accelerator):
+        return resolve_device("cpu"), f"{accelerator.type} shares its memory with the host"
     return resolve_device(accelerator), "the accelerator that was found"
 
 

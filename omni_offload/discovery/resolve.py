@@ -6,7 +6,7 @@ Decides what happens to every tensor, or refuses, before anything is touched.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,8 +50,8 @@ class ComponentPlan:
 class ResolvedPlan:
     """What will be done to a pipeline, decided to the last tensor before anything is touched.
 
-    `tops` are the pipeline's outermost modules; `shared` the tensors that more than one unit, or a unit and something
-    outside it, holds, and `shared_across` those among them that belong to more than one component.
+    `tops` are the pipeline's outermost modules, `children` what it is made of by name; `shared` the tensors that more
+    than one unit, or a unit and something outside it, holds, and `shared_across` those of more than one component.
     """
 
     pipeline: str
@@ -59,6 +59,7 @@ class ResolvedPlan:
     device: torch.device
     components: tuple[ComponentPlan, ...]
     tops: tuple[nn.Module, ...]
+    children: tuple[nn.Module, ...]
     shared: tuple[torch.Tensor, ...]
     shared_across: tuple[torch.Tensor, ...]
     notices: tuple[str, ...]
@@ -103,11 +104,18 @@ def resolve(pipeline: Any, config: OffloadConfig, device: torch.device) -> Resol
             for module in walk([component.module]):
                 for name, tensor in own_tensors([module]):
                     refuse_unmanageable(tensor, f"{component.path} ({component.module.__class__.__name__}): {name}")
-    tops = tuple(unwrapped(module) for module in components_of(pipeline).values())
-    if isinstance(pipeline, nn.Module):
-        tops = (pipeline,)
-    name = type(pipeline).__name__
-    return ResolvedPlan(name, config, device, tuple(components), tops, shared, across, tuple(notices))
+    children = tuple(unwrapped(module) for module in components_of(pipeline).values())
+    return ResolvedPlan(
+        type(pipeline).__name__,
+        config,
+        device,
+        components=tuple(_without_shared_units(component, shared) for component in components),
+        tops=(pipeline,) if isinstance(pipeline, nn.Module) else children,
+        children=children,
+        shared=shared,
+        shared_across=across,
+        notices=tuple(notices),
+    )
 
 
 def _plan_component(
@@ -190,6 +198,18 @@ def _plan_split(one: Component) -> ComponentPlan:
             f"{describe(where, dict(declared))}: a module stands in two parts; parts exclude one another"
         )
     return ComponentPlan(one.path, one.role, one.module, SWAPPED, tuple(parts.values()), parts=parts)
+
+
+def _without_shared_units(component: ComponentPlan, shared: Sequence[torch.Tensor]) -> ComponentPlan:
+    """The component without the units that consist of shared tensors alone: there is nothing in them to move."""
+    ids = {id(tensor) for tensor in shared}
+
+    def own(units: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
+        return tuple(u for u in units if any(id(tensor) not in ids for _, tensor in own_tensors(walk(u.modules))))
+
+    sequences = tuple(kept for kept in map(own, component.sequences) if kept)
+    parts = {name: own(units) for name, units in component.parts.items()}
+    return replace(component, sequences=sequences, parts=parts)
 
 
 def _shared_tensors(

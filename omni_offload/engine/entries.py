@@ -126,7 +126,8 @@ def _plain_state(module: Any) -> dict[str, Any]:
     state = {key: value for key, value in module.__dict__.items() if key != ENTRY}
     entry = module.__dict__.get(ENTRY)
     if isinstance(entry, RootEntry):
-        entry.strip(state)
+        state |= {name: state[name].copy() for name in _HOOK_DICTS}
+        _remove_our_hooks(state)
     return state
 
 
@@ -201,22 +202,27 @@ class Root(Protocol):
 
 @dataclass(eq=False)
 class RootEntry:
-    """A root's hooks and the object that answers for the component."""
+    """The object that answers for the component."""
 
     root: Root
-    handles: tuple[Any, ...] = ()
 
-    def strip(self, state: dict[str, Any]) -> None:
-        """Take our hooks out of a copy of the module's state."""
-        ours = {handle.id for handle in self.handles}
-        for key in (
-            "_forward_pre_hooks",
-            "_forward_hooks",
-            "_forward_pre_hooks_with_kwargs",
-            "_forward_hooks_with_kwargs",
-            "_forward_hooks_always_called",
-        ):
-            state[key] = type(state[key])((k, v) for k, v in state[key].items() if k not in ours)
+
+_HOOK = "_offload_hook"  # on a hook of ours, so that it is found also where an interrupt came before its handle
+_HOOK_DICTS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
+
+
+def _remove_our_hooks(state: dict[str, Any]) -> None:
+    """Take our hooks out of the state of a module."""
+    hooks = [pair for name in _HOOK_DICTS[:2] for pair in state[name].items()]
+    for key in [key for key, hook in hooks if hasattr(hook, _HOOK)]:
+        for name in _HOOK_DICTS:
+            state[name].pop(key, None)
 
 
 def _root_of(module: Any) -> Root:
@@ -302,15 +308,12 @@ def attach_root(module: nn.Module, root: Root, mutators: tuple[str, ...] = ()) -
         root: what answers for it.
         mutators: names of methods that edit weights in ways that leave no trace on the tensors.
     """
-    entry = RootEntry(root)
-    module.__dict__[ENTRY] = entry
+    module.__dict__[ENTRY] = RootEntry(root)
     original: Any = module.__class__
     _set_class(module, _root_class(original, mutators))
     # Hooks and not `__call__`: a wrapper that torch.compile(module) made before holds the old `__call__`.
-    entry.handles = (
-        module.register_forward_pre_hook(_before(root), prepend=True, with_kwargs=True),
-        module.register_forward_hook(_behind(root), always_call=True),
-    )
+    module.register_forward_pre_hook(_before(root), prepend=True, with_kwargs=True)
+    module.register_forward_hook(_behind(root), always_call=True)
 
 
 def _before(root: Root) -> Callable[..., Any]:
@@ -319,6 +322,7 @@ def _before(root: Root) -> Callable[..., Any]:
         root.enter(_calling_frame())
         return tree_map_only(torch.Tensor, lambda tensor: tensor.to(root.device), (args, kwargs))
 
+    setattr(enter, _HOOK, True)
     return enter
 
 
@@ -327,6 +331,7 @@ def _behind(root: Root) -> Callable[..., None]:
     def leave(module: nn.Module, args: Any, output: Any) -> None:
         root.leave()
 
+    setattr(leave, _HOOK, True)
     return leave
 
 
@@ -358,14 +363,15 @@ def attach_inner(module: nn.Module, entry: InnerEntry) -> None:
 
 
 def detach(module: nn.Module) -> None:
-    """Give `module` back its class and take out what `attach_block` or `attach_root` put in."""
-    entry = module.__dict__.pop(ENTRY, None)
-    if isinstance(entry, RootEntry):
-        for handle in entry.handles:
-            handle.remove()
+    """Give `module` back its class and take out what `attach_block` or `attach_root` put in.
+
+    The entry goes last: for as long as it is there, an interrupted undoing is found and finished.
+    """
     original = module.__class__
     if type(module) is not original:
         _set_class(module, original)
+    _remove_our_hooks(module.__dict__)
+    module.__dict__.pop(ENTRY, None)
 
 
 def entry_of(module: nn.Module) -> BlockEntry | InnerEntry | RootEntry | None:

@@ -38,6 +38,17 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((extent(tensor),), (1,))
 
 
+def inference_twin(view: torch.Tensor) -> torch.Tensor:
+    """`view` again, as an inference tensor over the same memory.
+
+    A tensor that was made in inference mode loses its version counter for good when its data is set to an ordinary
+    tensor, and then no operator takes it.
+    """
+    with torch.inference_mode(True):
+        twin = torch.empty(0, dtype=view.dtype, device=view.device)
+        return twin.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+
+
 @dataclass(frozen=True)
 class Layout:
     """The places of a sequence of tensors in one buffer of `nbytes` bytes, each at a multiple of `ALIGNMENT`."""

@@ -57,16 +57,23 @@ class HostStore:
 
     def release(self) -> None:
         """Unlock the memory. It stays readable for as long as somebody holds a view of it."""
-        if self._unlock is not None:
-            self._unlock()
-            self.kind = PAGEABLE
+        if self._unlock is not None and self.kind == PINNED:
+            _, function, arguments, _ = self._unlock.peek() or (None, _unlock, (), None)
+            function(*arguments)
+            self.kind = PAGEABLE  # only now: an interrupted release is released again
+            self._unlock.detach()
 
     def _lock(self, registrar: Registrar, settle: Callable[[], None]) -> None:
         address = self.bytes.data_ptr()
-        registrar.register(address, self.nbytes)
-        self.kind = PINNED
         # The memory rides along in the arguments: it may not go before it is unlocked, nor be unlocked in mid-copy.
+        # First the finalizer, then the lock: unlocking what an interrupt left unlocked is harmless.
         self._unlock = weakref.finalize(self, _unlock, registrar, address, settle, self._memory)
+        try:
+            registrar.register(address, self.nbytes)
+        except PinRefused:
+            self._unlock.detach()
+            raise
+        self.kind = PINNED
 
 
 def _unlock(registrar: Registrar, address: int, settle: Callable[[], None], memory: object) -> None:
@@ -88,7 +95,7 @@ class HostAllocator:
     def __init__(
         self, device: torch.device, *, registrar: Registrar | None, pin: bool, settle: Callable[[], None]
     ) -> None:
-        self._device = device
+        self.device = device
         self._registrar = registrar
         self._settle = settle
         self.pin = pin and device.type != "cpu"

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 # How long a thread that waits for another one sleeps before it looks whether that one still runs (an interrupt may
 # have taken it out without a word). Nobody waits this long in the ordinary case: a release wakes the waiting.
-_LOOK_AGAIN_SECONDS = 0.2
+LOOK_AGAIN_SECONDS = 0.2
 
 
 class Group:
@@ -223,7 +223,7 @@ class Streamer:
                 self._undo(token)
             if all(token.thread == me for token in self._tokens):
                 return
-            self._lock.wait(_LOOK_AGAIN_SECONDS)
+            self._lock.wait(LOOK_AGAIN_SECONDS)
 
     def _undo(self, token: Token) -> None:
         unit = token.unit

@@ -25,10 +25,11 @@ import torch
 from torch import nn
 
 from ..errors import OffloadConfigError
-from .layout import Layout
+from .layout import Layout, inference_twin
 from .stores import HostAllocator
 from .transfer import Slot
 
+_NormBase = nn.modules.batchnorm._NormBase
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _identity = attrgetter("dtype")
 _version = attrgetter("_version")
@@ -59,11 +60,16 @@ def own_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tenso
                     yield name, tensor
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of torch's own classes, so that its bytes are all there is to it."""
+    return type(tensor) in _PLAIN_TYPES
+
+
 def refuse_unmanageable(tensor: torch.Tensor, where: str) -> None:
     """Raise `OffloadConfigError` for a tensor whose bytes the engine cannot move by a flat copy."""
     kind = type(tensor)
     reason = None
-    if kind not in _PLAIN_TYPES:
+    if not is_plain(tensor):
         reason = f"is a {kind.__module__}.{kind.__qualname__}, a tensor subclass (quantised or sharded weights)"
     elif tensor.is_meta:
         reason = "is on the meta device and has no data"
@@ -191,7 +197,8 @@ def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Move the data of `tensors` to `device` one by one; the tensor objects stay."""
     for tensor in tensors:
         if tensor.device != device:
-            tensor.data = tensor.detach().to(device)
+            with torch.inference_mode(tensor.is_inference()):
+                tensor.data = tensor.detach().to(device)
 
 
 class Unit(Members):
@@ -220,7 +227,26 @@ class Unit(Members):
         super()._scan()
         present = {id(t) for t in self.tensors}
         self.tensors += [t for t in self._extra if id(t) not in present]
-        self._versioned = not any(t.is_inference() for t in self.tensors)
+        self._inspect()
+
+    def _inspect(self) -> None:
+        self._inference = [t.is_inference() for t in self.tensors]
+        self._tracked = [i for i, inference in enumerate(self._inference) if not inference]
+        self._versioned = [self.tensors[i] for i in self._tracked]
+        buffers = {id(buffer) for module in self._modules for buffer in module._buffers.values()}
+        statistics = {
+            id(buffer)
+            for module in self._modules
+            if isinstance(module, _NormBase) and module.training and module.track_running_stats
+            for buffer in (module.running_mean, module.running_var)
+        }
+        # Batch norm in training writes its statistics without moving their version counters; inference tensors have
+        # none. What a forward may have written unseen is taken as written.
+        self._unseen = {
+            i
+            for i, (tensor, inference) in enumerate(zip(self.tensors, self._inference, strict=True))
+            if id(tensor) in statistics or (inference and id(tensor) in buffers)
+        }
 
     @property
     def nbytes(self) -> int:
@@ -231,10 +257,8 @@ class Unit(Members):
 
     @torch.inference_mode(False)
     def _adopt_host_face(self) -> None:
-        for tensor, view in zip(self.tensors, self.store.views, strict=True):
-            tensor.data = view
-        self._face = self.store.views
-        self.on_device = False
+        self._host_face = self._kind_of_tensors(self.store.views)
+        self.park()
         self._host_addresses = [view.data_ptr() for view in self.store.views]
         self._dtypes = [view.dtype for view in self.store.views]
         self.stamp()
@@ -251,19 +275,23 @@ class Unit(Members):
 
     @torch.inference_mode(False)
     def _device_views(self, slot: Slot) -> list[torch.Tensor]:
-        return self.store.layout.views(slot.buffer)
+        return self._kind_of_tensors(self.store.layout.views(slot.buffer))
+
+    def _kind_of_tensors(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        pairs = zip(views, self._inference, strict=True)
+        return [inference_twin(view) if inference else view for view, inference in pairs]
 
     def park(self) -> None:
         """Point the tensors back at the host store. Nothing is copied."""
-        for tensor, view in zip(self.tensors, self.store.views):  # noqa: B905 -- as above
+        for tensor, view in zip(self.tensors, self._host_face):  # noqa: B905 -- as above
             tensor.data = view
-        self._face = self.store.views
+        self._face = self._host_face
         self.on_device = False
 
     # --- what others did -------------------------------------------------------------------------------------
 
     def _current_versions(self) -> list[int]:
-        return list(map(_version, self.tensors)) if self._versioned else []
+        return list(map(_version, self._versioned))
 
     def stamp(self) -> None:
         """Remember the state of the host bytes: a copy of them is about to be made."""
@@ -288,9 +316,12 @@ class Unit(Members):
         ]
 
     def written(self) -> list[int]:
-        """Indices of the tensors that were written since `stamp`: by a forward, if asked for behind one."""
+        """Indices of the tensors that were, or may have been, written since `stamp`: by a forward, behind one."""
         now = self._current_versions()
-        return [i for i, (new, old) in enumerate(zip(now, self._versions, strict=True)) if new != old]
+        if now == self._versions and not self._unseen:
+            return []
+        moved = zip(self._tracked, now, self._versions, strict=True)
+        return sorted(self._unseen | {i for i, new, old in moved if new != old})
 
     def write_back(self, indices: Sequence[int]) -> None:
         """Copy what the tensors `indices` hold now (on the device) into the host store; waits for the device."""
@@ -309,6 +340,7 @@ class Unit(Members):
         old = self.store
         addresses, shown = [t.data_ptr() for t in self.tensors], [v.data_ptr() for v in self._face]
         self._scan()
+        self._leave_to_the_device(own)
         sources = []
         for tensor in self.tensors:
             i = own.get(id(tensor), -1)
@@ -330,6 +362,17 @@ class Unit(Members):
         self._adopt_host_face()
         if self.store is not old:
             old.release()
+
+    def _leave_to_the_device(self, own: dict[int, int]) -> None:
+        """Leave out new buffers that are on the device: a forward assigned them, and will do so again."""
+        onload = self._allocator.device
+        if onload.type == "cpu":
+            return
+        buffers = {id(b) for module in self._modules for b in module._buffers.values()}
+        kept = [t for t in self.tensors if id(t) in own or id(t) not in buffers or t.device != onload]
+        if len(kept) < len(self.tensors):
+            self.tensors = kept
+            self._inspect()
 
     def rebuild_without(self, tensors: Sequence[torch.Tensor]) -> None:
         """Leave `tensors` (resident from now on) out of this parked unit."""

@@ -57,7 +57,10 @@ class ModelLevelOffload(Offload):
         for component in self.components:
             self._attach(component.plan.units, component.units)
             blocks = [module for unit in component.plan.units for module in unit.modules]
-            for module in _callable_inside(component.plan.module, {id(block) for block in blocks}):
+            # A module that another component has too is resident, and would bring the wrong one.
+            others = [other.plan.module for other in self.components if other is not component]
+            left_alone = {id(module) for module in (*blocks, *walk(others))}
+            for module in _callable_inside(component.plan.module, left_alone):
                 self._blocks.append(module)
                 attach_inner(module, InnerEntry(_bring(self.streamer, component.group)))
 
@@ -73,14 +76,14 @@ def _bring(streamer: WholeStreamer, group: Group | None) -> Callable[[], None]:
     return bring
 
 
-def _callable_inside(module: nn.Module, blocks: set[int]) -> Iterator[nn.Module]:
+def _callable_inside(module: nn.Module, left_alone: set[int]) -> Iterator[nn.Module]:
     """Modules of a component's shell that pipelines may call without calling the component itself.
 
     The outermost ones, and those on the way to the blocks (`language_model`, `encoder`).
     """
     for child in module.children():
-        if id(child) in blocks or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if id(child) in left_alone or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
             continue
         yield child
-        if any(id(inner) in blocks for inner in child.modules()):
-            yield from _callable_inside(child, blocks)
+        if any(id(inner) in left_alone for inner in child.modules()):
+            yield from _callable_inside(child, left_alone)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,9 +32,9 @@ from ..discovery import (
 from ..engine.entries import BlockEntry, RootEntry, attach_block, attach_root, detach, entry_of
 from ..engine.pinning import registrar_for
 from ..engine.stores import PINNED, HostAllocator
-from ..engine.streamer import Group, LayerStreamer, Token, WholeStreamer
+from ..engine.streamer import LOOK_AGAIN_SECONDS, Group, LayerStreamer, Token, WholeStreamer
 from ..engine.transfer import transfer_for
-from ..engine.unit import Shell, Unit, move, own_tensors, walk
+from ..engine.unit import Shell, Unit, is_plain, move, own_tensors, walk
 from ..errors import OffloadStateError
 from ..report import ComponentReport, OffloadReport
 from .interop import acquires_in_forward, point_hooks_at
@@ -110,6 +111,7 @@ class Offload(ABC):
         self._stay: list[ComponentPlan] = []
         self._blocks: list[nn.Module] = []
         self._calls: list[Token] = []
+        self._call_ended = threading.Condition()
 
     # --- building --------------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class Offload(ABC):
         for shell in self._shells:
             shell.place()
         for plan in self._stay:
-            plan.module.to(device)
+            relocate(plan.module, device)
         rest = Shell("outside all components", self.plan.tops, device, stop=[c.module for c in self.plan.components])
         self._shells.append(rest)
         rest.place()
@@ -181,6 +183,8 @@ class Offload(ABC):
         """
         if self.state is State.OFF:
             return
+        if self.state is State.ON:
+            self._wait_for_calls()
         with torch.inference_mode(False):
             if self.state is not State.CLOSING and hasattr(self, "streamer"):
                 self.streamer.rest("disabling offload")
@@ -201,7 +205,7 @@ class Offload(ABC):
             for shell in self._shells:
                 shell.bring_back()
             for plan in self._stay:
-                plan.module.to("cpu")
+                relocate(plan.module, torch.device("cpu"))
             for component in self.components:
                 # Whatever a failed or interrupted build had not parked yet.
                 move((tensor for _, tensor in own_tensors(walk([component.plan.module]))), torch.device("cpu"))
@@ -214,16 +218,40 @@ class Offload(ABC):
     def begin_call(self, frame: FrameType) -> Token:
         """A pipeline call starts in `frame`."""
         token = Token("pipeline", None, None, frame)
-        self._calls = [*(call for call in self._calls if call.alive()), token]
+        with self._call_ended:
+            self._calls.append(token)
         return token
 
     def end_call(self, token: Token) -> None:
         """A pipeline call is over. Behind the outermost one of a thread, go to the idle level."""
-        outermost = next((call for call in self._calls if call.thread == token.thread), token) is token
+        outermost = next((call for call in self._running() if call.thread == token.thread), token) is token
         token.done()
+        try:
+            if outermost and self.state is State.ON:
+                self.streamer.rest("ending a pipeline call")
+        finally:
+            with self._call_ended:
+                self._running()
+                self._call_ended.notify_all()
+
+    def _running(self) -> list[Token]:
         self._calls = [call for call in self._calls if call.alive()]
-        if outermost and self.state is State.ON:
-            self.streamer.rest("ending a pipeline call")
+        return self._calls
+
+    def inside_call(self) -> bool:
+        """Whether a pipeline call is under way in this thread."""
+        return any(call.thread == threading.get_ident() for call in self._running())
+
+    def _wait_for_calls(self) -> None:
+        """Let the pipeline calls of other threads end. Raises `OffloadStateError` inside one of this thread."""
+        with self._call_ended:
+            while self._running():
+                if self.inside_call():
+                    raise OffloadStateError(
+                        "offload cannot be turned off or changed inside a pipeline call: what is computed next would "
+                        "find its weights elsewhere. Do it behind the call."
+                    )
+                self._call_ended.wait(LOOK_AGAIN_SECONDS)
 
     def park(self, what: str) -> None:
         """Go to the idle level, before `what` changes weights."""
@@ -260,7 +288,7 @@ class Offload(ABC):
 
     def knows(self, modules: Sequence[nn.Module]) -> bool:
         """Whether all of `modules` were there when this was built."""
-        known = {id(component.module) for component in self.plan.components} | {id(top) for top in self.plan.tops}
+        known = {id(module) for module in (*self.plan.children, *(c.module for c in self.plan.components))}
         return all(id(module) in known for module in modules)
 
     # --- figures ---------------------------------------------------------------------------------------------
@@ -320,6 +348,15 @@ class Offload(ABC):
             pinned_bytes=sum(unit.nbytes for unit in units if unit.store.kind == PINNED),
             copies=sum(unit.copies for unit in units),
         )
+
+
+def relocate(module: nn.Module, device: torch.device) -> None:
+    """Move a component that stays. One with weights of a kind of its own (quantised, say) does so itself."""
+    tensors = [tensor for _, tensor in own_tensors(walk([module]))]
+    if all(is_plain(tensor) for tensor in tensors):
+        move(tensors, device)
+    else:
+        module.to(device)
 
 
 def offloads_on(pipeline: Any) -> list[Offload]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import simdev
 import torch
 from torch import nn
 
@@ -62,12 +63,19 @@ def brief(pipe: Any, **changes: Any) -> torch.Tensor:
 
 
 def device_bytes(device: torch.device, *pipes: Any) -> int:
-    """Bytes on the device once it is idle, without what a scheduler keeps of its last call or an error of its frames."""
+    """Bytes on the device once it is idle, without what schedulers keep of the last call and errors of their frames."""
     for pipe in pipes:
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config)
     gc.collect()
     torch.accelerator.synchronize(device)
     return torch.accelerator.memory_allocated(device)
+
+
+def pinned_bytes(device: torch.device) -> int:
+    """Host memory that is locked, where the device says so; else 0."""
+    gc.collect()
+    counters: dict[str, int] = simdev.counters() if device.type == simdev.NAME else {}
+    return counters.get("pinned_bytes", 0)
 
 
 def modules_of(pipe: Any) -> dict[str, nn.Module]:

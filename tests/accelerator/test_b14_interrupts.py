@@ -6,12 +6,12 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pipes import both_modes, brief, build, changes, device_bytes, pinned_bytes, tensors_of, traces
 from types import FrameType
 from typing import Any
 
 import pytest
 import torch
-from pipes import both_modes, brief, build, changes, device_bytes, tensors_of, traces
 
 import omni_offload
 
@@ -115,7 +115,7 @@ def test_interrupted_enable_leaves_a_plain_pipeline(config: dict[str, Any], devi
     pipe = build(layers=LAYERS)
     on_cpu = brief(pipe)
     plain, tensors = traces(pipe), tensors_of(pipe)
-    empty = device_bytes(device, pipe)
+    empty, locked = device_bytes(device, pipe), pinned_bytes(device)
     total = count_lines(lambda: pipe.enable_offload(config, device=device))
     expected = brief(pipe)
     pipe.disable_offload()
@@ -134,7 +134,7 @@ def test_interrupted_enable_leaves_a_plain_pipeline(config: dict[str, Any], devi
         now = tensors_of(pipe)
         assert now.keys() == tensors.keys() and all(now[name] is tensors[name] for name in now), where
         assert all(tensor.device.type == "cpu" for tensor in now.values()), where
-        assert device_bytes(device, pipe) == empty, where
+        assert device_bytes(device, pipe) == empty and pinned_bytes(device) == locked, where
         pipe.enable_offload(config, device=device)
         assert torch.equal(brief(pipe), expected), where
         pipe.disable_offload()
@@ -145,7 +145,7 @@ def test_interrupted_enable_leaves_a_plain_pipeline(config: dict[str, Any], devi
 def test_interrupted_disable_is_finished_by_the_next_call(config: dict[str, Any], device: torch.device) -> None:
     pipe = build(layers=LAYERS)
     on_cpu = brief(pipe)
-    plain, empty = traces(pipe), device_bytes(device, pipe)
+    plain, empty, locked = traces(pipe), device_bytes(device, pipe), pinned_bytes(device)
     pipe.enable_offload(config, device=device)
     expected, idle = brief(pipe), device_bytes(device, pipe)
     total = count_lines(pipe.disable_offload)
@@ -156,20 +156,20 @@ def test_interrupted_disable_is_finished_by_the_next_call(config: dict[str, Any]
         if pipe.device.type == "cpu":
             assert torch.equal(got, on_cpu), where
             assert not changes(plain, traces(pipe)), where
-            assert device_bytes(device, pipe) == empty, where
+            assert device_bytes(device, pipe) == empty and pinned_bytes(device) == locked, where
         else:  # it had not begun
             assert torch.equal(got, expected), where
             assert device_bytes(device, pipe) == idle, where
         pipe.disable_offload()
         assert not changes(plain, traces(pipe)), where
-        assert device_bytes(device, pipe) == empty, where
+        assert device_bytes(device, pipe) == empty and pinned_bytes(device) == locked, where
 
 
 @both_modes
 def test_enable_and_disable_survive_two_interrupts_in_a_row(config: dict[str, Any], device: torch.device) -> None:
     pipe = build(layers=LAYERS)
     on_cpu = brief(pipe)
-    plain, empty = traces(pipe), device_bytes(device, pipe)
+    plain, empty, locked = traces(pipe), device_bytes(device, pipe), pinned_bytes(device)
     building = count_lines(lambda: pipe.enable_offload(config, device=device))
     undoing = count_lines(pipe.disable_offload)
     chance = random.Random(4)
@@ -188,7 +188,7 @@ def test_enable_and_disable_survive_two_interrupts_in_a_row(config: dict[str, An
                 places.append(str(second.where))
         assert torch.equal(brief(pipe), on_cpu), places
         assert not changes(plain, traces(pipe)), places
-        assert device_bytes(device, pipe) == empty, places
+        assert device_bytes(device, pipe) == empty and pinned_bytes(device) == locked, places
 
 
 def test_the_injector_reaches_the_package(device: torch.device) -> None:

@@ -19,6 +19,7 @@ import torch
 from models import MODES, Block, CountingBlock, Denoiser, ExpertsPipeline, enable, run, seeded
 
 from omni_offload import OffloadConfigError
+from omni_offload.policies.offload import offloads_on
 
 modes = pytest.mark.parametrize("mode", MODES)
 
@@ -81,7 +82,8 @@ def test_enabled_inside_inference_mode(
     with torch.inference_mode():
         pipe.disable_offload()
     assert not models.on_device(pipe)
-    assert torch.equal(run(pipe.to(device), device), run(plain, device))
+    with torch.inference_mode(built_inside):  # torch moves such weights nowhere else
+        assert torch.equal(run(pipe.to(device), device), run(plain, device))
 
 
 def contexts(device: torch.device) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
@@ -235,7 +237,7 @@ def test_two_threads_on_one_pipeline(
     for number in range(2):
         assert all(torch.equal(result, expected[number]) for result in results[number])
     assert torch.equal(run(pipe, device, models.sample(0)), expected[0])
-    assert not models.on_device(pipe.transformer)
+    assert not any(".blocks." in name or "layers" in name for name in models.on_device(pipe) if "encoder" not in name)
 
 
 @modes
@@ -258,38 +260,98 @@ def test_two_threads_on_two_pipelines_of_the_same_components(
         assert all(torch.equal(result, expected[number]) for result in results[number])
 
 
+class Meeting:
+    """Brings a first thread to a stand inside a module until a second one computes there, waits, or is through."""
+
+    def __init__(self, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inside, self.met = threading.Event(), threading.Event()
+        self.computed: list[str] = []
+        lock = offloads_on(pipe)[0].streamer._lock
+        wait = lock.wait
+
+        def waiting(timeout: float | None = None) -> bool:
+            self.met.set()
+            return wait(timeout)
+
+        monkeypatch.setattr(lock, "wait", waiting)
+
+    def pause_in(self, module: torch.nn.Module, *, until_computing: bool = True) -> None:
+        def pause(*_: Any) -> None:
+            self.computed.append(threading.current_thread().name)
+            if threading.current_thread().name == "second":
+                if until_computing:
+                    self.met.set()
+            elif not self.inside.is_set():
+                self.inside.set()
+                assert self.met.wait(60)
+
+        module.register_forward_pre_hook(pause)
+
+    def hold(self, first: Callable[[], None], second: Callable[[], None]) -> None:
+        """Run both; the second starts when the first one is where it pauses."""
+
+        def run_first() -> None:
+            threading.current_thread().name = "first"
+            first()
+
+        def run_second() -> None:
+            threading.current_thread().name = "second"
+            assert self.inside.wait(60)
+            try:
+                second()
+            finally:
+                self.met.set()
+
+        in_threads([run_first, run_second])
+
+
 @modes
-def test_one_thread_waits_while_another_computes(mode: str, device: torch.device) -> None:
+def test_one_thread_waits_while_another_computes(
+    mode: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Held inside a block, the first thread keeps the second one out of the same component until it is done."""
     pipe = models.small(3)
-    expected = [run(models.resident(pipe, device), device, models.sample(number)) for number in range(2)]
+    plain = models.resident(pipe, device)
+    expected = [run(plain, device, models.sample(number), steps=1) for number in range(2)]
     enable(pipe, mode, device)
-    inside, events = threading.Event(), []
-
-    def note(module: torch.nn.Module, args: Any) -> None:
-        events.append(threading.current_thread().name)
-        if len(events) == 1:
-            inside.set()
-            # The other one is let in here, if anywhere: it starts now, and this thread gives way to it many times.
-            for _ in range(20000):
-                if threading.current_thread().name != events[-1]:
-                    break
-
-    pipe.transformer.blocks[1].norm.register_forward_pre_hook(note)
+    meeting = Meeting(pipe, monkeypatch)
+    meeting.pause_in(pipe.transformer.blocks[1].norm)
     results: dict[int, torch.Tensor] = {}
+    at_release: list[list[str]] = []
 
     def first() -> None:
-        threading.current_thread().name = "first"
-        results[0] = run(pipe, device, models.sample(0))
+        handle = pipe.transformer.norm_out.register_forward_pre_hook(
+            lambda *_: at_release.append(list(meeting.computed))
+        )
+        results[0] = run(pipe, device, models.sample(0), steps=1)
+        handle.remove()
 
     def second() -> None:
-        threading.current_thread().name = "second"
-        assert inside.wait(60)
-        results[1] = run(pipe, device, models.sample(1))
+        results[1] = run(pipe, device, models.sample(1), steps=1)
 
-    in_threads([first, second])
+    meeting.hold(first, second)
+    assert at_release[0] == ["first"]  # the second thread had not come to that block when the first left it
+    assert meeting.computed == ["first", "second"]
     assert [torch.equal(results[number], expected[number]) for number in range(2)] == [True, True]
-    assert sorted(events) == ["first"] * 2 + ["second"] * 2
+
+
+def test_weights_stay_where_one_thread_uses_them_when_another_ends_a_call(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`reason` of a split model runs no component's forward: its shell must not go while it computes with it."""
+    pipe = split()
+    plain = models.resident(pipe, device)
+    expected = [run(plain, device, models.sample(number)) for number in range(2)]
+    enable(pipe, "module", device)
+    meeting = Meeting(pipe, monkeypatch)
+    meeting.pause_in(pipe.transformer.embed, until_computing=False)
+    results: dict[int, torch.Tensor] = {}
+
+    def call(number: int) -> None:
+        results[number] = run(pipe, device, models.sample(number))
+
+    meeting.hold(lambda: call(0), lambda: call(1))
+    assert [torch.equal(results[number], expected[number]) for number in range(2)] == [True, True]
 
 
 # --- other devices ----------------------------------------------------------------------------------------------------

@@ -637,6 +637,12 @@ def test_data_needs_a_differentiable_dtype_for_gradients(device: torch.device) -
     assert parameter.dtype == torch.bfloat16
 
 
+def test_data_of_other_devices_is_refused_as_ever(device: torch.device) -> None:
+    for here in ("cpu", device):
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            torch.nn.Parameter(torch.ones(3, device=here)).data = torch.ones(3, device="meta")
+
+
 def test_module_to_keeps_parameter_identity(device: torch.device) -> None:
     module = torch.nn.Linear(3, 3)
     weight = module.weight

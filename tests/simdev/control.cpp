@@ -122,8 +122,16 @@ void host_access(const Tensor& tensor, bool write) {
   check_host_access(use_of(tensor, write));
 }
 
+bool here_or_on_cpu(const Tensor& tensor) {
+  return tensor.is_cpu() || tensor.device().type() == kDevice;
+}
+
 // What `Tensor.data =` does, without its list of devices, which leaves PrivateUse1 out.
 void set_data(const Tensor& self, const Tensor& data) {
+  TORCH_CHECK(
+      here_or_on_cpu(self) && here_or_on_cpu(data),
+      "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have "
+      "incompatible tensor type.");
   TORCH_CHECK(
       !self.requires_grad() || torch::autograd::isDifferentiableType(data.scalar_type()),
       "data set to a tensor that requires gradients must be floating point or complex dtype");

@@ -116,7 +116,6 @@ def make_device_module(name: str, count: int) -> ModuleType:
 def patch_tensor_data(name: str) -> None:
     """Let `tensor.data = other` cross between the CPU and the device, as torch allows for CUDA alone."""
     builtin: Any = torch._C.TensorBase.__dict__["data"]
-
     plain = (torch.Tensor, torch.nn.Parameter)
     set_data = torch.ops.simdev.set_data.default._op  # the operator without Python around it: this is called a lot
 
@@ -137,6 +136,6 @@ def patch_tensor_data(name: str) -> None:
             builtin.__set__(self, new)
             return
         with torch._C._DisableTorchDispatch():
-            torch.ops.simdev.set_data(self, new)
+            set_data(self, new)
 
     torch.Tensor.data = property(builtin.__get__, assign, doc=builtin.__doc__)  # type: ignore[assignment]
