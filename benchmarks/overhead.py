@@ -160,9 +160,9 @@ class LargePipeline(OffloadMixin, nn.Module):
     """A Wan transformer with enough weights to measure, in ordinary memory, all of it touched.
 
     Args:
-        heap: have the weights in the C library's heap. Freed memory goes back to the system by itself only if it
-            was mapped for one tensor, and glibc stops doing so for what is smaller than the largest block that was
-            freed so, up to 32 MiB: as a rule, loading a model has done that.
+        heap: have the weights in the C library's heap. What is freed goes back to the system by itself only
+            if it was mapped for one tensor, and glibc no longer maps anything smaller than the largest mapped
+            block that was freed (up to 32 MiB); as a rule, loading a model has freed such blocks.
     """
 
     _dit_modules = ("transformer",)

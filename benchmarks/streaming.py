@@ -26,9 +26,9 @@ RATIOS = (0.5, 1.0, 2.0)
 TARGETS = {0.5: 1.02, 1.0: 1.04, 2.0: 1.02}  # steady pass, as a multiple of ideal
 FIRST_PASS_TARGET = 1.05
 
-# Floating-point operations per virtual microsecond. A block of the benchmark is some 90 operations of at least
-# 5 us each. Large blocks compute for about 10 ms, as in a large model, and what an operation costs by itself
-# hardly shows; small ones compute for about 0.8 ms, half of which is that, so all that is added shows.
+# Floating-point operations per virtual microsecond. A block is some 90 operations, each of at least 5 us.
+# Large blocks compute for about 10 ms, where what an operation costs by itself hardly shows, as in a large
+# model; small ones compute for about 0.8 ms, half of which is that, so all that is added shows.
 FLOPS = {"large": 4e3, "small": 1e5}
 BLOCKS = 12  # of the steady passes
 BLOCKS_AFTER_ENCODER = 40  # as in Wan 14B: the first block's copy has nothing to hide behind, and weighs 1/40

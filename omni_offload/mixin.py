@@ -201,8 +201,8 @@ class OffloadMixin:
                     f"{describe('device', str(onload))} shares its memory with the host: a host copy of the weights "
                     "would only double them. Use pipe.to(device) without offload."
                 )
-            for notice in plan.notices:
-                logger.warning("%s", notice)
+            if plan.notices:
+                logger.warning("%s: %s", type(self).__name__, "; ".join(plan.notices))
             for offload in present:
                 offload.disable()
             offload = LayerwiseOffload(plan) if config.mode == "layer" else ModelLevelOffload(plan)

@@ -7,6 +7,8 @@ from diffusers import Flux2KleinPipeline, Flux2Pipeline, WanImageToVideoPipeline
 from .mixin import OffloadMixin
 from .plan import OffloadPlan
 
+_TEXT_ENCODER = OffloadPlan(encoder_component_types={"text_encoder": "text_encoder"})
+
 
 class OffloadWanPipeline(OffloadMixin, WanPipeline):
     """Wan text to video, 2.1 and 2.2 (two experts)."""
@@ -14,6 +16,7 @@ class OffloadWanPipeline(OffloadMixin, WanPipeline):
     _dit_modules = ("transformer", "transformer_2")
     _encoder_modules = ("text_encoder",)
     _vae_modules = ("vae",)
+    _offload_plan = _TEXT_ENCODER
 
 
 class OffloadWanImageToVideoPipeline(OffloadMixin, WanImageToVideoPipeline):
@@ -22,6 +25,9 @@ class OffloadWanImageToVideoPipeline(OffloadMixin, WanImageToVideoPipeline):
     _dit_modules = ("transformer", "transformer_2")
     _encoder_modules = ("text_encoder", "image_encoder")
     _vae_modules = ("vae",)
+    _offload_plan = OffloadPlan(
+        encoder_component_types={"text_encoder": "text_encoder", "image_encoder": "image_encoder"}
+    )
 
 
 class OffloadFlux2Pipeline(OffloadMixin, Flux2Pipeline):
@@ -30,6 +36,7 @@ class OffloadFlux2Pipeline(OffloadMixin, Flux2Pipeline):
     _dit_modules = ("transformer",)
     _encoder_modules = ("text_encoder",)
     _vae_modules = ("vae",)
+    _offload_plan = _TEXT_ENCODER
 
 
 class OffloadFlux2KleinPipeline(OffloadMixin, Flux2KleinPipeline):
@@ -38,12 +45,12 @@ class OffloadFlux2KleinPipeline(OffloadMixin, Flux2KleinPipeline):
     _dit_modules = ("transformer",)
     _encoder_modules = ("text_encoder",)
     _vae_modules = ("vae",)
+    _offload_plan = _TEXT_ENCODER
 
 
 __all__ = [
     "OffloadFlux2KleinPipeline",
     "OffloadFlux2Pipeline",
-    "OffloadPlan",
     "OffloadWanImageToVideoPipeline",
     "OffloadWanPipeline",
 ]

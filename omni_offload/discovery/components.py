@@ -83,8 +83,8 @@ def _category(path: str, module: nn.Module, plan: OffloadPlan, notices: list[str
         return declared
     role = _role_by_name(path)
     if role not in ENCODERS:
-        role = IMAGE_ENCODER if "vision" in type(module).__name__.lower() else TEXT_ENCODER
-        notices.append(f"{path} is taken for a {role} (say otherwise in _offload_plan.encoder_component_types)")
+        role = IMAGE_ENCODER if "vision" in module.__class__.__name__.lower() else TEXT_ENCODER
+    notices.append(f"{path} is taken for a {role} by its name (_offload_plan.encoder_component_types says otherwise)")
     return role
 
 
@@ -149,7 +149,11 @@ def declared_modules(pipeline: Any) -> list[nn.Module]:
     """The modules at all paths that the pipeline's class attributes name, as far as they exist."""
     found = []
     for attribute in ("_dit_modules", "_encoder_modules", "_vae_modules", "_resident_modules"):
-        for path in declared_list(pipeline, attribute):
+        try:
+            paths = declared_list(pipeline, attribute)
+        except OffloadConfigError:
+            continue  # refused when offload is asked for, and nothing to anybody else
+        for path in paths:
             try:
                 module = attrgetter(path)(pipeline)
             except AttributeError:

@@ -11,8 +11,10 @@ from .components import DIT, ENCODERS, Component, declared_list
 from .units import is_split
 
 
-def refuse_unknown_paths(plan: OffloadPlan, found: Sequence[Component]) -> None:
-    paths = [one.path for one in found]
+def refuse_unknown_paths(pipeline: Any, plan: OffloadPlan, found: Sequence[Component]) -> None:
+    """Refuse declarations for components that the pipeline neither has nor declares as optional."""
+    declared = [path for kind in ("dit", "encoder") for path in declared_list(pipeline, f"_{kind}_modules")]
+    paths = list(dict.fromkeys([*(one.path for one in found), *declared]))
     for attribute in ("encoder_component_types", "encoder_block_attrs", "block_attrs", "offload_submodules"):
         for path in getattr(plan, attribute):
             if path not in paths:
@@ -22,6 +24,7 @@ def refuse_unknown_paths(plan: OffloadPlan, found: Sequence[Component]) -> None:
 
 
 def refuse_without_exclusion(pipeline: Any, found: Sequence[Component]) -> None:
+    """Refuse model-level offload where nothing takes turns: it needs a DiT and an encoder."""
     if any(is_split(one.module) for one in found):
         return
     name = type(pipeline).__name__
@@ -41,6 +44,7 @@ def refuse_without_exclusion(pipeline: Any, found: Sequence[Component]) -> None:
 
 
 def refuse_foreign_offload(pipeline: Any, found: Sequence[Component]) -> None:
+    """Refuse what somebody else moves already: a device map, accelerate, group offload, sharding."""
     device_map = getattr(pipeline, "hf_device_map", None)
     if isinstance(device_map, Mapping) and len(device_map) > 1:
         raise OffloadConfigError("This pipeline is spread by a device_map; call pipe.reset_device_map() first.")

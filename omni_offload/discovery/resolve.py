@@ -93,7 +93,7 @@ def resolve(pipeline: Any, config: OffloadConfig, device: torch.device) -> Resol
     if not found:
         raise OffloadConfigError(f"{type(pipeline).__name__} has no modules: there is nothing to offload")
     refuse_foreign_offload(pipeline, found)
-    refuse_unknown_paths(plan, found)
+    refuse_unknown_paths(pipeline, plan, found)
     selected = _selected(config, found)
     if config.mode == "module":
         refuse_without_exclusion(pipeline, found)
@@ -101,9 +101,10 @@ def resolve(pipeline: Any, config: OffloadConfig, device: torch.device) -> Resol
     shared, across = _shared_tensors(components)
     for component in components:
         if component.placement != STAYS:
-            for module in walk([component.module]):
+            for path, module in component.module.named_modules():
                 for name, tensor in own_tensors([module]):
-                    refuse_unmanageable(tensor, f"{component.path} ({component.module.__class__.__name__}): {name}")
+                    where = ".".join(filter(None, (path, name)))
+                    refuse_unmanageable(tensor, f"{component.path} ({component.module.__class__.__name__}): {where}")
     children = tuple(unwrapped(module) for module in components_of(pipeline).values())
     return ResolvedPlan(
         type(pipeline).__name__,

@@ -33,7 +33,7 @@ class UnitPlan:
 
 def tensor_bytes(modules: Iterable[nn.Module]) -> int:
     """Bytes of all parameters and buffers at and below `modules`, shared ones once."""
-    return sum(tensor.nbytes for _, tensor in own_tensors(walk(modules)))
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in own_tensors(walk(modules)))
 
 
 def _children(container: nn.Module) -> Iterator[tuple[str, nn.Module]]:

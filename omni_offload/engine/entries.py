@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from .streamer import Streamer, Token
+from .streamer import Group, Streamer, Token
 from .unit import Unit
 
 ENTRY = "_offload_entry"
@@ -337,17 +337,23 @@ def _behind(root: Root) -> Callable[..., None]:
 
 @dataclass(eq=False)
 class InnerEntry:
-    """A module inside a component that may be called by itself: `bring` sees to it that its weights are there."""
+    """A module inside a component that may be called by itself: then it enters `group` as the component's root does."""
 
-    bring: Callable[[], None]
+    streamer: Streamer
+    group: Group
 
 
 class _Inner(_PlainCopies):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Compiled code runs inside the component's root, which has brought everything.
-        if not torch.compiler.is_compiling() and ENTRY in self.__dict__:
-            self.__dict__[ENTRY].bring()
-        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        entry = self.__dict__.get(ENTRY)
+        # Compiled code runs inside the component's root, and so do most calls.
+        if torch.compiler.is_compiling() or entry is None or entry.streamer.runs_here(entry.group):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        entry.streamer.enter(entry.group.name, entry.group, sys._getframe())
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            entry.streamer.leave(entry.group.name)
 
 
 @functools.cache
@@ -356,7 +362,7 @@ def _inner_class(original: type) -> type:
 
 
 def attach_inner(module: nn.Module, entry: InnerEntry) -> None:
-    """Make calls of `module` call `entry.bring` first. Undone by `detach`."""
+    """Make calls of `module` by itself enter `entry.group`. Undone by `detach`."""
     module.__dict__[ENTRY] = entry
     original: Any = module.__class__
     _set_class(module, _inner_class(original))

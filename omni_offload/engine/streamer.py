@@ -122,6 +122,11 @@ class Streamer:
         me = threading.get_ident()
         return any(token.unit is unit and token.thread == me for token in self._tokens)
 
+    def runs_here(self, group: Group) -> bool:
+        """Whether the component of `group`, as a whole, is running in this thread."""
+        me = threading.get_ident()
+        return any(token.group is group and token.thread == me for token in self._tokens)
+
     # --- around a unit ---------------------------------------------------------------------------------------
 
     def acquire(self, unit: Unit, frame: FrameType) -> Token:
@@ -246,6 +251,9 @@ class Streamer:
             self._admit()
             self._refuse_while_running(what)
             self.window.rest()
+
+    def keep_device_edits(self) -> None:
+        """Take what is on the device for edits that left no trace, where the device is what others could see."""
 
     def close(self) -> None:
         """Give all device memory of the window back, and end the transfer."""
@@ -373,6 +381,12 @@ class WholeStreamer(Streamer):
         self.window.unload(group.units)
         if group in self._active:
             self._active.remove(group)
+
+    def keep_device_edits(self) -> None:
+        with self._lock:
+            for group in self._active:
+                if group.shell is not None and group.shell.on_device:
+                    group.shell.write_back(range(len(group.shell.tensors)))
 
     def _bring_shell_home(self, shell: Unit) -> None:
         """Park a shell, which others could see and edit on the device for as long as its group was there."""

@@ -7,7 +7,7 @@ call ends, and are never copied back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -62,18 +62,11 @@ class ModelLevelOffload(Offload):
             left_alone = {id(module) for module in (*blocks, *walk(others))}
             for module in _callable_inside(component.plan.module, left_alone):
                 self._blocks.append(module)
-                attach_inner(module, InnerEntry(_bring(self.streamer, component.group)))
+                assert component.group is not None
+                attach_inner(module, InnerEntry(self.streamer, component.group))
 
     def _idle_window_bytes(self) -> int:
         return 0
-
-
-def _bring(streamer: WholeStreamer, group: Group | None) -> Callable[[], None]:
-    def bring() -> None:
-        if group is not None:
-            streamer.activate(group)
-
-    return bring
 
 
 def _callable_inside(module: nn.Module, left_alone: set[int]) -> Iterator[nn.Module]:

@@ -78,10 +78,15 @@ class ManagedComponent:
     def after_change(self) -> None:
         self.offload.absorb_changes()
 
-    def activate_part(self, name: str) -> None:
-        """Part `name` of a split module is about to run."""
-        if name in self.parts and isinstance(self.offload.streamer, WholeStreamer):
-            self.offload.streamer.activate(self.parts[name])
+    def enter_part(self, name: str, frame: FrameType) -> None:
+        """Part `name` of a split module starts in `frame`."""
+        if name in self.parts:
+            self.offload.streamer.enter(self.parts[name].name, self.parts[name], frame)
+
+    def leave_part(self, name: str) -> None:
+        """Part `name` is done."""
+        if name in self.parts:
+            self.offload.streamer.leave(self.parts[name].name)
 
 
 def refuse_other_device(what: str, device: torch.device, onload: torch.device) -> None:
@@ -216,9 +221,11 @@ class Offload(ABC):
     # --- between calls ---------------------------------------------------------------------------------------
 
     def begin_call(self, frame: FrameType) -> Token:
-        """A pipeline call starts in `frame`."""
+        """A pipeline call starts in `frame`, behind those of other threads."""
         token = Token("pipeline", None, None, frame)
         with self._call_ended:
+            while any(call.thread != token.thread for call in self._running()):
+                self._call_ended.wait(LOOK_AGAIN_SECONDS)
             self._calls.append(token)
         return token
 
@@ -274,6 +281,8 @@ class Offload(ABC):
 
     def refresh(self) -> None:
         """Drop every device copy and take in every change, whatever kind it was."""
+        if self.state is State.ON:
+            self.streamer.keep_device_edits()
         self.park("offload_refresh()")
         self.absorb_changes()
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
 from ..engine.entries import RootEntry, entry_of
@@ -21,9 +22,8 @@ class SplitOffloadMixin:
 
     _offload_components: ClassVar[Mapping[str, Sequence[str]]] = {}
 
-    @contextmanager
-    def _offload_context(self, name: str) -> Iterator[None]:
-        """The body runs part `name`.
+    def _offload_context(self, name: str) -> AbstractContextManager[None]:
+        """`with self._offload_context(name):` runs part `name` in its body.
 
         Raises:
             OffloadConfigError: `_offload_components` has no part of this name.
@@ -31,7 +31,20 @@ class SplitOffloadMixin:
         if name not in self._offload_components:
             raise not_one_of("_offload_context(name)", name, self._offload_components)
         entry = entry_of(self)  # type: ignore[arg-type]
-        root: Any = entry.root if isinstance(entry, RootEntry) else None
-        if root is not None:
-            root.activate_part(name)
-        yield
+        return _Part(entry.root if isinstance(entry, RootEntry) else None, name)
+
+
+class _Part:
+    """While the body runs, a token says so; it has to know the frame of the body, so this is no generator."""
+
+    def __init__(self, root: Any, name: str) -> None:
+        self._root = root
+        self._name = name
+
+    def __enter__(self) -> None:
+        if self._root is not None:
+            self._root.enter_part(self._name, sys._getframe(1))
+
+    def __exit__(self, *_: object) -> None:
+        if self._root is not None:
+            self._root.leave_part(self._name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 from collections.abc import Mapping
 from typing import Any
@@ -33,9 +35,23 @@ MODULE = {"mode": "module"}
 both_modes = pytest.mark.parametrize("config", [LAYER, MODULE], ids=["layer", "module"])
 
 
+@functools.cache
+def _components(family: str, **options: Any) -> dict[str, Any]:
+    return small.components(family, **options)
+
+
+def _make(cls: Any, family: str, options: dict[str, Any]) -> Any:
+    """A pipeline of weights of its own; making them anew each time would take longer than most tests."""
+    parts = _components(family, **options).items()
+    tokenizers = ("tokenizer", "image_processor")
+    pipe = cls(**{name: part if name in tokenizers else copy.deepcopy(part) for name, part in parts})
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
 def build(family: str = "wan", **options: Any) -> Any:
     """A small pipeline with the mixin, on the CPU."""
-    return small.build(family, cls=CLASSES[family], **options)
+    return _make(CLASSES[family], family, options)
 
 
 def offloaded(config: Mapping[str, Any], device: torch.device, family: str = "wan", **options: Any) -> Any:
@@ -47,7 +63,7 @@ def offloaded(config: Mapping[str, Any], device: torch.device, family: str = "wa
 
 def resident(device: torch.device, family: str = "wan", **options: Any) -> Any:
     """The plain pipeline with the same weights, all of it on the device."""
-    return small.build(family, **options).to(device)
+    return _make(small.pipeline_class(family), family, options).to(device)
 
 
 def output(pipe: Any, family: str = "wan", *, steps: int = 2, **changes: Any) -> torch.Tensor:

@@ -15,13 +15,20 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
+from omni_offload import OffloadMixin
+
 LAYERS = 3
 Edit = Callable[[Any], None]
 
 
 def first_linear(pipe: Any) -> Any:
     """A layer of the first block, whose weights are fetched ahead."""
-    return pipe.transformer.blocks[0].attn1.to_q
+    return pipe.transformer.blocks[0].attn1.to_v
+
+
+def arrival(pipe: Any) -> Any:
+    """Where new weights come from: the host, as far as the pipeline does not want them on the device."""
+    return "cpu" if isinstance(pipe, OffloadMixin) else pipe.device
 
 
 @torch.no_grad()
@@ -42,7 +49,7 @@ def added_in_place(pipe: Any) -> None:
 
 @torch.no_grad()
 def edited_through_a_view(pipe: Any) -> None:
-    pipe.transformer.blocks[0].attn1.to_k.weight[:8].zero_()
+    pipe.transformer.blocks[0].attn1.to_v.weight[:8].zero_()
 
 
 def assigned_data(pipe: Any) -> None:
@@ -68,7 +75,7 @@ def edited_as_numpy(pipe: Any) -> None:
     weight = first_linear(pipe).weight
     if weight.device.type == "cpu":
         weight.detach().numpy()[:] *= 1.5
-    else:
+    else:  # a resident one has no numpy
         weight.data *= 1.5
 
 
@@ -103,7 +110,7 @@ def set_parameter(pipe: Any) -> None:
 
 def set_parameter_from_the_host(pipe: Any) -> None:
     layer = pipe.transformer.blocks[1].attn1.to_v
-    layer.weight = nn.Parameter(layer.weight.detach().cpu() * 1.5)
+    layer.weight = nn.Parameter(layer.weight.detach().to(arrival(pipe)) * 1.5)
 
 
 def removed_bias(pipe: Any) -> None:
@@ -132,9 +139,9 @@ def loaded_component_by_assignment(pipe: Any) -> None:
 
 def replaced_layer(pipe: Any) -> None:
     attention = pipe.transformer.blocks[0].attn1
-    twin = copy.deepcopy(attention.to_q)
+    twin = copy.deepcopy(attention.to_v)
     twin.weight.data *= 1.5
-    attention.to_q = twin
+    attention.to_v = twin
 
 
 def replaced_block(pipe: Any) -> None:
@@ -200,12 +207,13 @@ def fused_and_unfused(pipe: Any) -> None:
 @torch.no_grad()
 def edited_shell(pipe: Any) -> None:
     pipe.transformer.scale_shift_table.mul_(1.5)
-    pipe.transformer.proj_out.weight.data *= 1.2
+    pipe.transformer.proj_out.weight.mul_(1.2)
 
 
 def replaced_in_shell(pipe: Any) -> None:
-    pipe.transformer.scale_shift_table = nn.Parameter(pipe.transformer.scale_shift_table.detach().cpu() * 1.5)
-    twin = copy.deepcopy(pipe.transformer.proj_out).cpu()
+    table = pipe.transformer.scale_shift_table.detach().to(arrival(pipe))
+    pipe.transformer.scale_shift_table = nn.Parameter(table * 1.5)
+    twin = copy.deepcopy(pipe.transformer.proj_out).to(arrival(pipe))
     twin.weight.data *= 1.2
     pipe.transformer.proj_out = twin
 
@@ -280,11 +288,9 @@ def test_edit_shows_in_the_next_pass(edit: Edit, config: dict[str, Any], when: s
     expected = brief(reference)
     assert not torch.equal(expected, plain)
     assert torch.equal(brief(pipe), expected)
-    assert torch.equal(brief(pipe), expected)
     same_weights(pipe, reference)
     pipe.disable_offload()
     same_weights(pipe, reference)
-    assert torch.equal(brief(pipe.to(device)), expected)
 
 
 def refreshed(edit: Edit) -> Edit:
@@ -439,7 +445,7 @@ def test_copy_is_plain_and_works_by_itself(
         assert_plain(twin_of(pipe.transformer.blocks[1]), pipe.transformer.blocks[1])
         assert_plain(twin_of(pipe.text_encoder), pipe.text_encoder)
         assert_plain(twin_of(pipe.vae), pipe.vae)
-        output(pipe)
+        brief(pipe)
 
 
 @both_modes

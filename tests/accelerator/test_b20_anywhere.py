@@ -16,7 +16,7 @@ from typing import Any
 import models
 import pytest
 import torch
-from models import MODES, Block, CountingBlock, Denoiser, ExpertsPipeline, enable, run, seeded
+from models import MODES, Block, CountingBlock, Denoiser, ExpertsPipeline, MixedBlock, enable, run, seeded
 
 from omni_offload import OffloadConfigError
 from omni_offload.policies.offload import offloads_on
@@ -46,7 +46,7 @@ def test_default_device_does_not_matter(
     schedule: dict[str, bool],
     default_device: Callable[[Any], None],
 ) -> None:
-    pipe = models.small(4)
+    pipe = models.small(4, MixedBlock)
     expected = run(models.resident(pipe, device), device)
     default_device(device if place == "accelerator" else place)
     report = enable(pipe, mode, device, pin_memory=pin)
@@ -84,6 +84,26 @@ def test_enabled_inside_inference_mode(
     assert not models.on_device(pipe)
     with torch.inference_mode(built_inside):  # torch moves such weights nowhere else
         assert torch.equal(run(pipe.to(device), device), run(plain, device))
+
+
+@modes
+def test_memory_taken_inside_inference_mode_serves_outside(
+    mode: str, device: torch.device, schedule: dict[str, bool]
+) -> None:
+    """Slots that are made while the user is in inference mode: a unit that has grown, a component that comes in."""
+    pipe = models.small(4)
+    plain = models.resident(pipe, device)
+    enable(pipe, mode, device)
+    for one in (pipe, plain):
+        block = one.transformer.blocks[1]
+        place = block.up.weight.device
+        block.register_buffer("large", torch.ones(1 << 14, device=place))
+    x = models.sample().to(device)
+    for inside in (True, False, True, False):
+        for _ in range(2):
+            with torch.inference_mode(inside):
+                assert torch.equal(pipe.transformer(x), plain.transformer(x))
+    assert torch.equal(run(pipe, device), run(plain, device))
 
 
 def contexts(device: torch.device) -> dict[str, Callable[[], AbstractContextManager[Any]]]:
@@ -129,6 +149,22 @@ def test_autocast_around_several_calls_casts_every_block_anew(
             expected = plain(models.sample(number).to(device)).detach()
             assert torch.equal(pipe(models.sample(number).to(device)).detach(), expected)
     assert not torch.equal(expected.cpu(), run(plain, device, models.sample(2)))  # autocast did something
+
+
+@modes
+def test_autocast_keeps_no_casts_of_what_has_left(mode: str, device: torch.device, memory: Any) -> None:
+    """Its cache lives as long as the outermost context; the casts in it would be a second copy of all weights."""
+    pipe = seeded(lambda: models.SmallPipeline(Denoiser([Block(300) for _ in range(6)])))
+    enable(pipe, mode, device)
+    x = models.sample().to(device)
+    pipe(x)
+    streamed = {c.path: c.streamed_bytes for c in pipe.offload_report().components}["transformer"]
+    one, base = streamed // 6, memory.allocated()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        for _ in range(2):
+            pipe(x)
+            assert memory.allocated() - base < one
+    assert memory.allocated() == base
 
 
 @modes
@@ -266,14 +302,16 @@ class Meeting:
     def __init__(self, pipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         self.inside, self.met = threading.Event(), threading.Event()
         self.computed: list[str] = []
-        lock = offloads_on(pipe)[0].streamer._lock
-        wait = lock.wait
+        offload = offloads_on(pipe)[0]
+        for condition in (offload.streamer._lock, offload._call_ended):
+            monkeypatch.setattr(condition, "wait", self._noticed(condition.wait))
 
+    def _noticed(self, wait: Callable[[float | None], bool]) -> Callable[..., bool]:
         def waiting(timeout: float | None = None) -> bool:
             self.met.set()
             return wait(timeout)
 
-        monkeypatch.setattr(lock, "wait", waiting)
+        return waiting
 
     def pause_in(self, module: torch.nn.Module, *, until_computing: bool = True) -> None:
         def pause(*_: Any) -> None:
@@ -283,7 +321,7 @@ class Meeting:
                     self.met.set()
             elif not self.inside.is_set():
                 self.inside.set()
-                assert self.met.wait(60)
+                assert self.met.wait(20)
 
         module.register_forward_pre_hook(pause)
 
