@@ -645,7 +645,14 @@ def test_notices_tell_what_was_guessed(caplog: pytest.LogCaptureFixture) -> None
     assert all(notice in caplog.text for notice in report.notices)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="omni_offload"):
-        assert small().enable_layerwise_offload(device="cpu").notices == ()
+        (notice,) = small().enable_layerwise_offload(device="cpu").notices
+    assert "text_encoder is taken for a text_encoder by its name" in notice
+    assert len(caplog.records) == 1
+    assert notice in caplog.text
+    caplog.clear()
+    plan = OffloadPlan(encoder_component_types={"text_encoder": "text_encoder"})
+    with caplog.at_level(logging.WARNING, logger="omni_offload"):
+        assert small(_offload_plan=plan).enable_layerwise_offload(device="cpu").notices == ()
     assert caplog.text == ""
 
 
