@@ -259,9 +259,10 @@ def test_failing_load_of_weights_leaves_the_old_ones(config: dict[str, Any], dev
     expected, idle = brief(pipe), device_bytes(device, pipe)
     with pytest.raises(RuntimeError, match="Missing key"):
         pipe.transformer.load_state_dict({})
+    name = "transformer.blocks.0.attn1.to_q"
+    misfit = {f"{name}.lora_A.weight": torch.zeros(4, 7), f"{name}.lora_B.weight": torch.zeros(5, 4)}
     with pytest.raises(Exception):  # noqa: B017, PT011 -- whatever Diffusers says
-        name = "transformer.blocks.0.attn1.to_q"
-        pipe.load_lora_weights({f"{name}.lora_A.weight": torch.zeros(4, 7), f"{name}.lora_B.weight": torch.zeros(5, 4)})
+        pipe.load_lora_weights(misfit)
     assert torch.equal(brief(pipe), expected)
     assert device_bytes(device, pipe) == idle
 
