@@ -56,13 +56,9 @@ class OffloadMixin:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        call: Any = next((base.__dict__["__call__"] for base in cls.__mro__ if "__call__" in base.__dict__), None)
-        if call is not None and not hasattr(call, _WRAPPED):
-            setattr(cls, "__call__", _with_idle_level_behind(call))  # noqa: B010 -- mypy takes it for a method
+        _wrap(cls, "__call__", _with_idle_level_behind)
         for name in MUTATORS:
-            method = getattr(cls, name, None)
-            if callable(method) and not hasattr(method, _WRAPPED):
-                setattr(cls, name, _with_weights_parked(name, method))
+            _wrap(cls, name, functools.partial(_with_weights_parked, name))
 
     # --- turning it on ---------------------------------------------------------------------------------------
 
@@ -416,6 +412,21 @@ def _modules(pipeline: Any) -> list[torch.nn.Module]:
     return [unwrapped(module) for module in components_of(pipeline).values()]
 
 
+def _wrap(cls: type, name: str, wrapping: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Put `wrapping` around a method of `cls`, its own or an inherited one, if nothing above it has done so."""
+    current = next((base.__dict__[name] for base in cls.__mro__ if name in base.__dict__), None)
+    if not callable(current) or hasattr(current, _WRAPPED):
+        return
+
+    def inherited(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(super(cls, self), name)(*args, **kwargs)  # looked up now: somebody may have replaced it
+
+    method = current if name in cls.__dict__ else functools.wraps(current)(inherited)
+    wrapper = wrapping(method)
+    setattr(wrapper, _WRAPPED, True)
+    setattr(cls, name, wrapper)
+
+
 def _with_idle_level_behind(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapper(self: OffloadMixin, *args: Any, **kwargs: Any) -> Any:
@@ -428,7 +439,6 @@ def _with_idle_level_behind(call: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             offload.end_call(token)
 
-    setattr(wrapper, _WRAPPED, True)
     return wrapper
 
 
@@ -441,5 +451,4 @@ def _with_weights_parked(name: str, method: Callable[..., Any]) -> Callable[...,
         with offload.changing(f"{name}()"):
             return method(self, *args, **kwargs)
 
-    setattr(wrapper, _WRAPPED, True)
     return wrapper

@@ -6,6 +6,7 @@ Owns the memory (exact in size, pinned or pageable), its filling and its unlocki
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import mmap
 import weakref
@@ -80,6 +81,27 @@ def _unlock(registrar: Registrar, address: int, settle: Callable[[], None], memo
     settle()
     registrar.unregister(address)
     del memory
+
+
+def _heap_trimmer() -> Callable[[int], int] | None:
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim  # glibc has it
+    except (AttributeError, OSError, TypeError):
+        return None
+    return trim
+
+
+_trim = _heap_trimmer()
+
+
+def return_freed_memory() -> None:
+    """Give freed memory back to the system, where the C library would keep it.
+
+    Once it has freed one large block, as loading a checkpoint does, glibc serves tensors of up to 32 MiB from its heap,
+    and freeing them one after another returns nothing: the originals would stay beside their copies.
+    """
+    if _trim is not None:
+        _trim(0)
 
 
 class HostAllocator:

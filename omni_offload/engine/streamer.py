@@ -71,12 +71,13 @@ class Group:
 class Token:
     """Something that runs: a unit, or a whole component (`unit` None); see [Note: tokens]."""
 
-    __slots__ = ("frame", "group", "name", "thread", "unit")
+    __slots__ = ("component", "frame", "group", "name", "thread", "unit")
 
     def __init__(self, name: str, unit: Unit | None, group: Group | None, frame: FrameType) -> None:
         self.name = name
         self.unit = unit
         self.group = group
+        self.component = None if unit is not None else name if group is None else group.component
         self.frame: FrameType | None = frame
         self.thread = threading.get_ident()
 
@@ -122,10 +123,10 @@ class Streamer:
         me = threading.get_ident()
         return any(token.unit is unit and token.thread == me for token in self._tokens)
 
-    def runs_here(self, group: Group) -> bool:
-        """Whether the component of `group`, as a whole, is running in this thread."""
+    def runs_here(self, component: str) -> bool:
+        """Whether `component` has been entered in this thread."""
         me = threading.get_ident()
-        return any(token.group is group and token.thread == me for token in self._tokens)
+        return any(token.component == component and token.thread == me for token in self._tokens)
 
     # --- around a unit ---------------------------------------------------------------------------------------
 
@@ -161,6 +162,7 @@ class Streamer:
                 if written:
                     self._keep_written(unit, written)
                 unit.park()
+                self.window.parked(unit)
                 if torch.is_autocast_enabled(self.device.type):
                     # Autocast remembers casts by tensor; the tensor now means other memory.
                     torch.clear_autocast_cache()
@@ -207,6 +209,7 @@ class Streamer:
         with self._lock:
             for token in reversed(self._tokens):
                 if token.unit is None and token.name == name and token.thread == me:
+                    self._end(token.group)
                     self._drop_token(token)
                     return
 
@@ -214,6 +217,9 @@ class Streamer:
         for shell in self.shells:
             if shell.astray():
                 shell.place()
+
+    def _end(self, group: Group | None) -> None:
+        """What the component computes has been issued."""
 
     def _group_of(self, unit: Unit) -> Group | None:
         return None
@@ -339,6 +345,12 @@ class WholeStreamer(Streamer):
         super()._begin(group)
         if group is not None:
             self.activate(group)
+            if group.shell is not None:  # each use waits for itself: it may be on another stream than the last one
+                self.transfer.await_ready(self.window.bring(group.shell))
+
+    def _end(self, group: Group | None) -> None:
+        if group is not None and group.shell is not None:
+            self.window.left(group.shell)
 
     def _prepare(self, unit: Unit) -> None:
         group = self._groups.get(unit)

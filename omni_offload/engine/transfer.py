@@ -16,6 +16,7 @@ stream waits for what the first one recorded before it records anew; otherwise t
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -29,18 +30,42 @@ from .stores import HostStore
 class Slot:
     """Device memory for one unit at a time: a 1-D uint8 `buffer` and the state its transfer keeps with it.
 
-    `faces` holds the views that units have cut from it, by the identity of their store: a slot may outlive units, and
-    must not keep one alive.
+    `faces` holds the views that units have cut from it, by their store: a slot may outlive units, and must not keep one
+    alive.
     """
 
     buffer: torch.Tensor
     state: Any = None
     faces: weakref.WeakKeyDictionary[HostStore, list[torch.Tensor]] = field(default_factory=weakref.WeakKeyDictionary)
 
+    def __post_init__(self) -> None:
+        self._storage = self.buffer.untyped_storage()
+        self._bare = self._references()
+        self._held_by: weakref.WeakKeyDictionary[HostStore, int] = weakref.WeakKeyDictionary()
+        self._counted = self._own = 0
+
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
         return self.buffer.numel()
+
+    def _references(self) -> int:
+        return int(torch._C._storage_Use_Count(self._storage._cdata))
+
+    def add_face(self, store: HostStore, cut: Callable[[torch.Tensor], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """The views that `cut` makes of the buffer, remembered for `store`."""
+        before = self._references()
+        face = self.faces[store] = cut(self.buffer)
+        self._held_by[store] = self._references() - before
+        self._counted = 0
+        return face
+
+    def kept_by_others(self) -> bool:
+        """Whether somebody holds a view of this memory while no unit shows it: an output or a cache of a block."""
+        if len(self._held_by) != self._counted:
+            self._counted = len(self._held_by)
+            self._own = sum(self._held_by.values())
+        return self._references() > self._bare + self._own
 
 
 class Transfer(Protocol):

@@ -26,7 +26,7 @@ from torch import nn
 
 from ..errors import OffloadConfigError
 from .layout import Layout, inference_twin
-from .stores import HostAllocator
+from .stores import HostAllocator, return_freed_memory
 from .transfer import Slot
 
 _NormBase = nn.modules.batchnorm._NormBase
@@ -63,6 +63,16 @@ def own_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tenso
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of torch's own classes, so that its bytes are all there is to it."""
     return type(tensor) in _PLAIN_TYPES
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same view of the same memory."""
+    return (one.data_ptr(), one.dtype, one.shape, one.stride()) == (
+        other.data_ptr(),
+        other.dtype,
+        other.shape,
+        other.stride(),
+    )
 
 
 def refuse_unmanageable(tensor: torch.Tensor, where: str) -> None:
@@ -222,6 +232,7 @@ class Unit(Members):
         super().__init__(name, roots, stop=stop, excluded=excluded)
         self.store = allocator.store(self.tensors)
         self._adopt_host_face()
+        return_freed_memory()
 
     def _scan(self) -> None:
         super()._scan()
@@ -259,7 +270,7 @@ class Unit(Members):
     def _adopt_host_face(self) -> None:
         self._host_face = self._kind_of_tensors(self.store.views)
         self.park()
-        self._host_addresses = [view.data_ptr() for view in self.store.views]
+        self._host_addresses = [view.data_ptr() for view in self._host_face]
         self._dtypes = [view.dtype for view in self.store.views]
         self.stamp()
 
@@ -267,15 +278,15 @@ class Unit(Members):
         """Point the tensors at `slot`."""
         face = slot.faces.get(self.store)
         if face is None:
-            face = slot.faces[self.store] = self._device_views(slot)
+            face = slot.add_face(self.store, self._device_views)
         self.on_device = True
         self._face = face
         for tensor, view in zip(self.tensors, face):  # noqa: B905 -- equal by construction, and this is hot
             tensor.data = view
 
     @torch.inference_mode(False)
-    def _device_views(self, slot: Slot) -> list[torch.Tensor]:
-        return self._kind_of_tensors(self.store.layout.views(slot.buffer))
+    def _device_views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        return self._kind_of_tensors(self.store.layout.views(buffer))
 
     def _kind_of_tensors(self, views: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         pairs = zip(views, self._inference, strict=True)
@@ -305,15 +316,15 @@ class Unit(Members):
         """Whether a parked unit is no longer what was parked: other tensors, other memory, other dtypes."""
         return (
             list(map(torch.Tensor.data_ptr, self.tensors)) != self._host_addresses
+            # Shape and strides too. (Behind the addresses: between devices the question itself may be an error.)
+            or not all(map(torch.Tensor.is_set_to, self.tensors, self._host_face))
             or list(map(_identity, self.tensors)) != self._dtypes
             or self.restructured()
         )
 
     def astray(self) -> bool:
         """Whether the tensors no longer show the face they were given, on the host or the device."""
-        return self.restructured() or [(t.data_ptr(), t.dtype) for t in self.tensors] != [
-            (v.data_ptr(), v.dtype) for v in self._face
-        ]
+        return not all(map(_same_memory, self.tensors, self._face)) or self.restructured()
 
     def written(self) -> list[int]:
         """Indices of the tensors that were, or may have been, written since `stamp`: by a forward, behind one."""
@@ -338,18 +349,13 @@ class Unit(Members):
         own = {id(t): i for i, t in enumerate(self.tensors)}
         written = set(self.written()) if self.on_device else set()
         old = self.store
-        addresses, shown = [t.data_ptr() for t in self.tensors], [v.data_ptr() for v in self._face]
+        shows = list(map(_same_memory, self.tensors, self._face))
         self._scan()
         self._leave_to_the_device(own)
         sources = []
         for tensor in self.tensors:
             i = own.get(id(tensor), -1)
-            ours = (
-                i >= 0
-                and i not in written
-                and addresses[i] == shown[i]
-                and (tensor.dtype, tuple(tensor.shape)) == (old.layout.fields[i].dtype, old.layout.fields[i].shape)
-            )
+            ours = i >= 0 and i not in written and shows[i]
             sources.append(old.views[i] if ours else tensor.detach())
         in_place = not self.on_device and all(own.get(id(t), i) == i for i, t in enumerate(self.tensors))
         if in_place and Layout.of(sources) == old.layout:

@@ -6,6 +6,7 @@ A unit is in a slot exactly if `_where` says so: one dictionary, so that no inte
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -13,6 +14,8 @@ from typing import Protocol
 from .order import Order
 from .transfer import Slot, Transfer
 from .unit import Unit
+
+logger = logging.getLogger(__name__)
 
 
 class Window(Protocol):
@@ -26,6 +29,9 @@ class Window(Protocol):
 
     def left(self, unit: Unit) -> None:
         """What `unit` computes has been issued."""
+
+    def parked(self, unit: Unit) -> None:
+        """`unit` does not show its slot any more."""
 
     def drop(self, unit: Unit) -> None:
         """Forget the device copy of `unit`: it is no longer what the host has."""
@@ -143,6 +149,8 @@ class StreamingWindow(_Slots):
         for slot in self._slots:
             if id(slot) not in occupied:
                 return slot
+        if len(self._slots) < self._count:
+            return self._new_slot(self._regular)
         for unit, slot in self._where.items():  # in the order of their copies: the oldest first
             if not self._held(unit) and unit not in keep:
                 del self._where[unit]
@@ -168,10 +176,23 @@ class StreamingWindow(_Slots):
 
     def left(self, unit: Unit) -> None:
         slot = self._where.get(unit)
+        if slot is not None:
+            self._transfer.mark_free(slot)
+
+    def parked(self, unit: Unit) -> None:
+        slot = self._where.get(unit)
         if slot is None:
             return
-        self._transfer.mark_free(slot)
-        if len(self._slots) > self._count:
+        if slot.kept_by_others():
+            # An output or a cache of the block is a view of its weights: that memory is not to be written again.
+            logger.warning(
+                "%s keeps or returns a view of its weights; the %.3f MiB of device memory that they lay in stay taken "
+                "until it is let go",
+                unit.name,
+                slot.nbytes / 2**20,
+            )
+            self._give_up(slot)
+        elif len(self._slots) > self._count:
             extra = slot if unit.oversize else self._slots[-1]
             if extra is slot or extra not in self._where.values():
                 self._give_up(extra)
@@ -226,6 +247,9 @@ class WholeWindow(_Slots):
         slot = self._where.get(unit)
         if slot is not None:
             self._transfer.mark_free(slot)
+
+    def parked(self, unit: Unit) -> None:
+        pass  # nothing else is ever written to its slot
 
     def unload(self, units: Iterable[Unit]) -> None:
         """Give the memory of `units` back. Nothing is copied."""

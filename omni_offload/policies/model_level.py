@@ -70,13 +70,10 @@ class ModelLevelOffload(Offload):
 
 
 def _callable_inside(module: nn.Module, left_alone: set[int]) -> Iterator[nn.Module]:
-    """Modules of a component's shell that pipelines may call without calling the component itself.
-
-    The outermost ones, and those on the way to the blocks (`language_model`, `encoder`).
-    """
+    """Modules of a component's shell with weights at or below them: each may be called without the component itself."""
     for child in module.children():
-        if id(child) in left_alone or isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        if id(child) in left_alone:
             continue
-        yield child
-        if any(id(inner) in left_alone for inner in child.modules()):
-            yield from _callable_inside(child, left_alone)
+        if not isinstance(child, (nn.ModuleList, nn.ModuleDict)) and any(True for _ in own_tensors(walk([child]))):
+            yield child
+        yield from _callable_inside(child, left_alone)

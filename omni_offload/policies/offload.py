@@ -29,7 +29,7 @@ from ..discovery import (
     tensor_bytes,
     unwrapped,
 )
-from ..engine.entries import BlockEntry, RootEntry, attach_block, attach_root, detach, entry_of
+from ..engine.entries import BlockEntry, RootEntry, attach_block, attach_child, attach_root, detach, entry_of
 from ..engine.pinning import registrar_for
 from ..engine.stores import PINNED, HostAllocator
 from ..engine.streamer import LOOK_AGAIN_SECONDS, Group, LayerStreamer, Token, WholeStreamer
@@ -68,6 +68,9 @@ class ManagedComponent:
 
     def leave(self) -> None:
         self.offload.streamer.leave(self.plan.path)
+
+    def runs_here(self) -> bool:
+        return self.offload.streamer.runs_here(self.plan.path)
 
     def check_device(self, device: torch.device) -> None:
         refuse_other_device(self.plan.path, device, self.device)
@@ -177,6 +180,10 @@ class Offload(ABC):
                 self._blocks.append(module)
                 attach_block(module, BlockEntry(self.streamer, unit, acquires_in_forward))
                 point_hooks_at(module, type(module).forward, (plain,))
+                for child in _callable_children(module):
+                    if entry_of(child) is None:
+                        self._blocks.append(child)
+                        attach_child(child, BlockEntry(self.streamer, unit))
 
     # --- undoing ---------------------------------------------------------------------------------------------
 
@@ -226,7 +233,12 @@ class Offload(ABC):
         with self._call_ended:
             while any(call.thread != token.thread for call in self._running()):
                 self._call_ended.wait(LOOK_AGAIN_SECONDS)
+            outermost = not self._calls
             self._calls.append(token)
+        if outermost and self.state is State.ON:
+            # A component may have been called by itself before, and its weights edited since.
+            self.streamer.keep_device_edits()
+            self.streamer.rest("beginning a pipeline call")
         return token
 
     def end_call(self, token: Token) -> None:
@@ -357,6 +369,15 @@ class Offload(ABC):
             pinned_bytes=sum(unit.nbytes for unit in units if unit.store.kind == PINNED),
             copies=sum(unit.copies for unit in units),
         )
+
+
+def _callable_children(block: nn.Module) -> Iterator[nn.Module]:
+    """The children of a block with weights, those in its lists and dictionaries included."""
+    for child in block.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from _callable_children(child)
+        elif next(own_tensors(walk([child])), None) is not None:
+            yield child
 
 
 def relocate(module: nn.Module, device: torch.device) -> None:

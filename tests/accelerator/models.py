@@ -103,7 +103,9 @@ class SmallPipeline(OffloadMixin, nn.Module):
     _dit_modules = ["transformer"]
     _encoder_modules = ["text_encoder"]
     _vae_modules = ["vae"]
-    _offload_plan = OffloadPlan(encoder_block_attrs={"text_encoder": ["blocks"]})
+    _offload_plan = OffloadPlan(
+        encoder_component_types={"text_encoder": "text_encoder"}, encoder_block_attrs={"text_encoder": ["blocks"]}
+    )
 
     def __init__(self, transformer: nn.Module, text_encoder: nn.Module | None = None, vae_width: int = WIDTH) -> None:
         super().__init__()
@@ -124,6 +126,7 @@ class ExpertsPipeline(OffloadMixin, nn.Module):
     _dit_modules = ["transformer", "transformer_2"]
     _encoder_modules = ["text_encoder"]
     _vae_modules = ["vae"]
+    _offload_plan = OffloadPlan(encoder_component_types={"text_encoder": "text_encoder"})
 
     def __init__(self, first: nn.Module, second: nn.Module, encoder: nn.Module) -> None:
         super().__init__()

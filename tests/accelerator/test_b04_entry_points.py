@@ -175,9 +175,7 @@ FLUX2 = [
     generate_without_cache,
 ]
 KLEIN = [encode_flux_prompt, call_text_encoder, call_embeddings, read_embeddings, call_inner_model, call_head, generate]
-CASES = (
-    [("wan", call) for call in WAN] + [("flux2", call) for call in FLUX2] + [("flux2-klein", call) for call in KLEIN]
-)
+CASES = [(family, call) for family, calls in (("wan", WAN), ("flux2", FLUX2), ("flux2-klein", KLEIN)) for call in calls]
 
 
 def on_host(value: Any) -> list[torch.Tensor]:

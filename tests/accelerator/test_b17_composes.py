@@ -6,7 +6,19 @@ import contextlib
 import inspect
 import itertools
 from collections.abc import Callable
-from pipes import LAYER, MODULE, both_modes, build, changes, offloaded, output, resident, traces
+from pipes import (
+    DIT_LAYERS,
+    LAYER,
+    MODULE,
+    both_modes,
+    build,
+    changes,
+    device_bytes,
+    offloaded,
+    output,
+    resident,
+    traces,
+)
 from typing import Any
 
 import pytest
@@ -316,6 +328,18 @@ def test_autocast_around_calls_sees_edits_between_them(config: dict[str, Any], d
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert not torch.equal(results[0][0], results[0][1])
+
+
+def test_autocast_keeps_no_casts_of_blocks_that_have_left(device: torch.device) -> None:
+    pipe = offloaded(DIT_LAYERS, device, layers=6)
+    inputs = wan_inputs(pipe, device)
+    with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
+        pipe.transformer(**inputs)
+        first = device_bytes(device)
+        torch.clear_autocast_cache()
+        kept = first - device_bytes(device)
+    streamed = next(c.streamed_bytes for c in pipe.offload_report().components if c.path == "transformer")
+    assert kept < streamed / 2 / 6  # one block's, at half the size
 
 
 @both_modes
