@@ -17,12 +17,12 @@ import torch
 from .config import LayerOptions, OffloadConfig
 from .declarations import MUTATORS
 from .devices import resolve_device, shares_memory_with_host
-from .discovery import components_of, declared_plan, find_components, is_split, resolve, unwrapped
+from .discovery import declared_plan, find_components, is_split, resolve
 from .errors import OffloadConfigError, OffloadStateError, describe
 from .plan import OffloadPlan
 from .policies.layerwise import LayerwiseOffload
 from .policies.model_level import ModelLevelOffload
-from .policies.offload import Offload, State, offloads_on, refuse_other_device
+from .policies.offload import Offload, State, has_memory, offloads_on, refuse_other_device, remember
 from .report import OffloadReport
 
 logger = logging.getLogger(__name__)
@@ -187,7 +187,7 @@ class OffloadMixin:
         onload = resolve_device(device, gpu_id)
         present = offloads_on(self)
         same = [o for o in present if o.state is State.ON and (o.plan.config, o.plan.device) == (config, onload)]
-        if same == present and same and same[0].knows(_modules(self)):
+        if same == present and same and same[0].fits(self):
             same[0].refresh()
             return same[0].report()
         with torch.inference_mode(False):
@@ -206,9 +206,12 @@ class OffloadMixin:
                 offload.enable()
             except BaseException:
                 for former in present:
-                    if former.knows(_modules(self)):
-                        type(former)(former.plan).enable()
+                    if former.fits(self):
+                        again = type(former)(former.plan)
+                        again.enable()
+                        remember(self, again)
                 raise
+        remember(self, offload)
         return offload.report()
 
     def disable_offload(self) -> None:
@@ -251,14 +254,26 @@ class OffloadMixin:
         for interrupted in [o for o in present if o.state is not State.ON]:
             interrupted.disable()
             present.remove(interrupted)
+        for offload in present:
+            offload.let_go(self)
         if not present:
             return None
-        if len(present) == 1 and (present[0].knows(_modules(self)) or present[0].inside_call()):
+        if len(present) == 1 and (present[0].fits(self) or present[0].inside_call()):
             return present[0]
         logger.warning("%s has other components than when offload was enabled; enabling it anew", type(self).__name__)
         config, device = present[0].plan.config, present[0].plan.device
-        self.enable_offload(config, device=device)
+        try:
+            self.enable_offload(config, device=device)
+        except OffloadConfigError as refusal:
+            logger.warning("%s: offload is off now, what is left cannot be offloaded: %s", type(self).__name__, refusal)
+            self.disable_offload()
+            return None
         return offloads_on(self)[0]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if value is None and has_memory(self):  # a component that is given up, for its memory as a rule
+            self._current_offload()
 
     def _runs_in_parts(self) -> bool:
         if type(self).enable_omni_model_cpu_offload is not OffloadMixin.enable_omni_model_cpu_offload:
@@ -406,10 +421,6 @@ def upstream_class(cls: type) -> type:
 def _names(components: Any) -> Any:
     """Names as a tuple, if they come as another collection; a string and everything else is the grammar's to refuse."""
     return tuple(components) if isinstance(components, (frozenset, set)) else components
-
-
-def _modules(pipeline: Any) -> list[torch.nn.Module]:
-    return [unwrapped(module) for module in components_of(pipeline).values()]
 
 
 def _wrap(cls: type, name: str, wrapping: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

@@ -649,6 +649,12 @@ def test_notices_tell_what_was_guessed(caplog: pytest.LogCaptureFixture) -> None
     with caplog.at_level(logging.WARNING, logger="omni_offload"):
         assert small().enable_layerwise_offload(device="cpu").notices == ()
     assert caplog.text == ""
+    undeclared = small(_offload_plan=OffloadPlan(encoder_block_attrs={"text_encoder": ["blocks"]}))
+    with caplog.at_level(logging.WARNING, logger="omni_offload"):
+        (notice,) = undeclared.enable_layerwise_offload(device="cpu").notices
+    assert "text_encoder is taken for a text_encoder by its name" in notice
+    assert len(caplog.records) == 1
+    assert notice in caplog.text
 
 
 def class_without_declarations() -> nn.Module:

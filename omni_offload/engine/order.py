@@ -29,6 +29,13 @@ class Order:
             self._next[self._last] = unit
         self._last = unit
 
+    def forget(self, units: Sequence[Unit]) -> None:
+        """`units` will not run any more."""
+        gone = set(units)
+        self._next = {u: following for u, following in self._next.items() if not {u, following} & gone}
+        if self._last in gone:
+            self._last = None
+
     def upcoming(self, unit: Unit, count: int) -> list[Unit]:
         """At most `count` different units that are expected behind `unit`, nearest first, `unit` itself left out."""
         found: list[Unit] = []

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 # How long a thread that waits for another one sleeps before it looks whether that one still runs (an interrupt may
 # have taken it out without a word). Nobody waits this long in the ordinary case: a release wakes the waiting.
 LOOK_AGAIN_SECONDS = 0.2
+TELL_AFTER_LOOKS = 50  # about ten seconds: longer than most forwards, and time to say that somebody waits
 
 
 class Group:
@@ -103,7 +104,7 @@ class Streamer:
 
     def __init__(self, transfer: Transfer, shells: Sequence[Shell]) -> None:
         self.transfer = transfer
-        self.shells = list(shells)
+        self.shells = shells
         self._tokens: list[Token] = []
         self._lock = threading.Condition(threading.RLock())
         self._told_no_grad = False
@@ -229,12 +230,20 @@ class Streamer:
     def _admit(self) -> None:
         """Wait until no other thread runs anything, and undo what no longer runs."""
         me = threading.get_ident()
+        waited = 0
         while True:
             for token in [t for t in self._tokens if not t.alive()]:
                 self._undo(token)
             if all(token.thread == me for token in self._tokens):
                 return
-            self._lock.wait(LOOK_AGAIN_SECONDS)
+            waited += not self._lock.wait(LOOK_AGAIN_SECONDS)
+            if waited == TELL_AFTER_LOOKS:
+                inside = ", ".join(sorted({token.name for token in self._tokens if token.thread != me}))
+                logger.warning(
+                    "Waiting for another thread, which is inside %s. Should that one wait for this thread in turn, neither "
+                    "will end: weights serve one thread at a time.",
+                    inside,
+                )
 
     def _undo(self, token: Token) -> None:
         unit = token.unit
@@ -260,6 +269,12 @@ class Streamer:
 
     def keep_device_edits(self) -> None:
         """Take what is on the device for edits that left no trace, where the device is what others could see."""
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """`units` are not this streamer's any more."""
+        with self._lock:
+            self.rest("giving up modules")
+            self.window.forget(units)
 
     def close(self) -> None:
         """Give all device memory of the window back, and end the transfer."""
@@ -332,6 +347,14 @@ class WholeStreamer(Streamer):
         self.window: WholeWindow = WholeWindow(transfer, self.held)
         self._active: list[Group] = []
         self._groups = {unit: group for group in groups for unit in group.units}
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        super().forget(units)
+        gone = set(units)
+        self._groups = {unit: group for unit, group in self._groups.items() if unit not in gone}
+        self.groups = [group for group in self.groups if group.shell not in gone]
+        for group in self.groups:
+            group.units = [unit for unit in group.units if unit not in gone]
 
     @property
     def active(self) -> list[Group]:

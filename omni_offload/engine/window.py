@@ -11,6 +11,8 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import torch
+
 from .order import Order
 from .transfer import Slot, Transfer
 from .unit import Unit
@@ -38,6 +40,9 @@ class Window(Protocol):
 
     def rest(self) -> None:
         """Go to the idle level: what is on the device between pipeline calls."""
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        """`units` will not come any more."""
 
     def close(self) -> None:
         """Give all device memory back."""
@@ -119,11 +124,16 @@ class StreamingWindow(_Slots):
     ) -> None:
         super().__init__(transfer, held)
         self._order = order
-        self._regular = max((u.nbytes for u in units if not u.oversize), default=0)
-        regular = sum(not u.oversize for u in units)
-        self._count = min(depth + 1, regular)
+        self._units = list(units)
+        self._depth = depth
+        self._measure()
         for _ in range(self._count):
             self._new_slot(self._regular)
+
+    def _measure(self) -> None:
+        regular = [u for u in self._units if not u.oversize]
+        self._regular = max((u.nbytes for u in regular), default=0)
+        self._count = min(self._depth + 1, len(regular))
 
     def bring(self, unit: Unit) -> Slot:
         slot = self._where.get(unit)
@@ -165,6 +175,12 @@ class StreamingWindow(_Slots):
 
     def entered(self, unit: Unit) -> None:
         self._order.observe(unit)
+        try:
+            self._fetch_behind(unit)
+        except torch.OutOfMemoryError as shortage:
+            logger.debug("nothing was fetched ahead of its use: %s", shortage)  # it will be when it is needed
+
+    def _fetch_behind(self, unit: Unit) -> None:
         upcoming = self._order.upcoming(unit, self._count - 1)
         for position, following in enumerate(upcoming):
             if following in self._where or following.oversize or following.nbytes > self._regular:
@@ -199,8 +215,14 @@ class StreamingWindow(_Slots):
 
     def rest(self) -> None:
         self._where.clear()
-        for slot in self._slots[self._count :]:
+        self._measure()  # units may have shrunk: an adapter that was taken off, a dtype
+        for slot in [s for i, s in enumerate(self._slots) if i >= self._count or s.nbytes > self._regular]:
             self._give_up(slot)
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        self._units = [u for u in self._units if u not in units]
+        self._order.forget(units)
+        self.rest()
 
 
 class WholeWindow(_Slots):
@@ -250,6 +272,9 @@ class WholeWindow(_Slots):
 
     def parked(self, unit: Unit) -> None:
         pass  # nothing else is ever written to its slot
+
+    def forget(self, units: Sequence[Unit]) -> None:
+        self.unload(units)
 
     def unload(self, units: Iterable[Unit]) -> None:
         """Give the memory of `units` back. Nothing is copied."""

@@ -44,17 +44,18 @@ class LayerwiseOffload(Offload):
 
     def _start(self) -> None:
         self._mark_oversize()
-        homes = {unit: component.shell for component in self.components for unit in component.units}
-
-        def home(unit: Unit) -> Shell:
-            shell = homes[unit]
-            assert isinstance(shell, Shell)
-            return shell
-
         sequences = [units for _, units in self._sequences if units]
-        self.streamer = LayerStreamer(self._transfer, sequences, self._shells, depth=DEPTH, home=home)
+        self.streamer = LayerStreamer(self._transfer, sequences, self._shells, depth=DEPTH, home=self._home)
+        by_unit = {unit: component for component in self.components for unit in component.units}
         for plans, units in self._sequences:
-            self._attach(plans, units)
+            for plan, unit in zip(plans, units, strict=True):
+                self._attach(by_unit[unit], plan, unit)
+        self._sequences.clear()
+
+    def _home(self, unit: Unit) -> Shell:
+        shell = next(component.shell for component in self.components if unit in component.units)
+        assert isinstance(shell, Shell)
+        return shell
 
     def _mark_oversize(self) -> None:
         """A table larger than any block gets device memory for as long as it is used, instead of growing all slots."""

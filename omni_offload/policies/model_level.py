@@ -55,13 +55,14 @@ class ModelLevelOffload(Offload):
             self._shells.append(common)
         self.streamer = WholeStreamer(self._transfer, groups, self._shells)
         for component in self.components:
-            self._attach(component.plan.units, component.units)
+            for plan, unit in zip(component.plan.units, component.units, strict=True):
+                self._attach(component, plan, unit)
             blocks = [module for unit in component.plan.units for module in unit.modules]
             # A module that another component has too is resident, and would bring the wrong one.
             others = [other.plan.module for other in self.components if other is not component]
             left_alone = {id(module) for module in (*blocks, *walk(others))}
             for module in _callable_inside(component.plan.module, left_alone):
-                self._blocks.append(module)
+                component.attached.append(module)
                 assert component.group is not None
                 attach_inner(module, InnerEntry(self.streamer, component.group))
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import enum
 import logging
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -61,7 +63,26 @@ class ManagedComponent:
         self.shell: Shell | Unit | None = None
         self.group: Group | None = None
         self.parts: dict[str, Group] = {}
+        self.attached: list[nn.Module] = []
         self.device = offload.plan.device
+
+    @property
+    def all_units(self) -> list[Unit]:
+        """Its units, and its shell where that is one."""
+        return [*self.units, *([self.shell] if isinstance(self.shell, Unit) else [])]
+
+    def make_plain(self) -> None:
+        """Give blocks and what is inside them their classes back, and let the weights be ordinary host memory."""
+        for module in self.attached:
+            ours = type(module).forward
+            detach(module)
+            point_hooks_at(module, type(module).forward, (ours,))
+        for unit in self.all_units:
+            unit.release()
+        # Whatever a failed or interrupted build had not parked yet. A shell that stays is brought back by its owner.
+        stays = {id(tensor) for tensor in self.shell.tensors} if isinstance(self.shell, Shell) else set()
+        tensors = (tensor for _, tensor in own_tensors(walk([self.plan.module])) if id(tensor) not in stays)
+        move(tensors, torch.device("cpu"))
 
     def enter(self, frame: FrameType) -> None:
         self.offload.streamer.enter(self.plan.path, self.group, frame)
@@ -117,7 +138,7 @@ class Offload(ABC):
         self.components: list[ManagedComponent] = []
         self._shells: list[Shell] = []
         self._stay: list[ComponentPlan] = []
-        self._blocks: list[nn.Module] = []
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
         self._calls: list[Token] = []
         self._call_ended = threading.Condition()
 
@@ -157,10 +178,14 @@ class Offload(ABC):
             shell.place()
         for plan in self._stay:
             relocate(plan.module, device)
-        rest = Shell("outside all components", self.plan.tops, device, stop=[c.module for c in self.plan.components])
-        self._shells.append(rest)
-        rest.place()
+        self._rest = self._outside_components()
+        self._shells.append(self._rest)
+        self._rest.place()
         self._start()
+
+    def _outside_components(self) -> Shell:
+        inside = [plan.module for plan in self.plan.components]
+        return Shell("outside all components", self.plan.tops, self.plan.device, stop=inside)
 
     @abstractmethod
     def _build_component(self, component: ManagedComponent) -> None:
@@ -173,17 +198,16 @@ class Offload(ABC):
     def _unit(self, plan: UnitPlan, **options: Any) -> Unit:
         return Unit(plan.name, plan.modules, self._allocator, excluded=self.plan.shared, **options)
 
-    def _attach(self, plans: Sequence[UnitPlan], units: Sequence[Unit]) -> None:
-        for plan, unit in zip(plans, units, strict=True):
-            for module in plan.modules:
-                plain = module.__class__.forward
-                self._blocks.append(module)
-                attach_block(module, BlockEntry(self.streamer, unit, acquires_in_forward))
-                point_hooks_at(module, type(module).forward, (plain,))
-                for child in _callable_children(module):
-                    if entry_of(child) is None:
-                        self._blocks.append(child)
-                        attach_child(child, BlockEntry(self.streamer, unit))
+    def _attach(self, component: ManagedComponent, plan: UnitPlan, unit: Unit) -> None:
+        for module in plan.modules:
+            plain = module.__class__.forward
+            component.attached.append(module)
+            attach_block(module, BlockEntry(self.streamer, unit, acquires_in_forward))
+            point_hooks_at(module, type(module).forward, (plain,))
+            for child in _callable_children(module):
+                if entry_of(child) is None:
+                    component.attached.append(child)
+                    attach_child(child, BlockEntry(self.streamer, unit))
 
     # --- undoing ---------------------------------------------------------------------------------------------
 
@@ -205,25 +229,52 @@ class Offload(ABC):
                 self.streamer.close()
             elif hasattr(self, "_transfer"):
                 self._transfer.close()
-            for module in self._blocks:
-                ours = type(module).forward
-                detach(module)
-                point_hooks_at(module, type(module).forward, (ours,))
             for component in self.components:
-                for unit in component.units:
-                    unit.release()
-                if isinstance(component.shell, Unit):
-                    component.shell.release()
+                component.make_plain()
             for shell in self._shells:
                 shell.bring_back()
             for plan in self._stay:
                 relocate(plan.module, torch.device("cpu"))
             for component in self.components:
-                # Whatever a failed or interrupted build had not parked yet.
-                move((tensor for _, tensor in own_tensors(walk([component.plan.module]))), torch.device("cpu"))
                 detach(component.plan.module)
             self.state = State.OFF
-            self.components, self._shells, self._blocks, self._stay = [], [], [], []
+            for owner in self.owners:
+                owner.__dict__.pop(_MEMORY, None)
+            self.components, self._shells, self._stay = [], [], []
+
+    @torch.no_grad()
+    def let_go(self, pipeline: Any) -> None:
+        """Give up the components that `pipeline`, through which this was enabled, does not have any more.
+
+        They are plain again, and nothing here keeps them: this is how people drop an encoder behind its use.
+        """
+        present = {id(unwrapped(module)) for module in (*components_of(pipeline).values(), *managed_modules(pipeline))}
+        gone = [plan for plan in self.plan.components if id(plan.module) not in present]
+        if not gone or pipeline not in self.owners or self.inside_call():
+            return
+        self._wait_for_calls()
+        paths = {plan.path for plan in gone}
+        with torch.inference_mode(False):
+            for component in [c for c in self.components if c.plan.path in paths]:
+                self.streamer.forget(component.all_units)
+                component.make_plain()
+                if isinstance(component.shell, Shell):
+                    component.shell.bring_back()
+                    self._shells.remove(component.shell)
+                detach(component.plan.module)
+                self.components.remove(component)
+            for plan in [plan for plan in self._stay if plan.path in paths]:
+                relocate(plan.module, torch.device("cpu"))
+                self._stay.remove(plan)
+            self.plan = replace(
+                self.plan,
+                components=tuple(plan for plan in self.plan.components if plan.path not in paths),
+                tops=tuple(top for top in self.plan.tops if id(top) in present or top is pipeline),
+                children=tuple(child for child in self.plan.children if id(child) in present),
+            )
+            self._shells.remove(self._rest)
+            self._rest = self._outside_components()
+            self._shells.append(self._rest)
 
     # --- between calls ---------------------------------------------------------------------------------------
 
@@ -284,8 +335,7 @@ class Offload(ABC):
             return
         with torch.inference_mode(False):
             for component in self.components:
-                units = [*component.units, *([component.shell] if isinstance(component.shell, Unit) else [])]
-                for unit in units:
+                for unit in component.all_units:
                     if not unit.on_device and unit.replaced():
                         unit.absorb()
             for shell in self._shells:
@@ -307,10 +357,14 @@ class Offload(ABC):
         finally:
             self.absorb_changes()
 
-    def knows(self, modules: Sequence[nn.Module]) -> bool:
-        """Whether all of `modules` were there when this was built."""
+    def fits(self, pipeline: Any) -> bool:
+        """Whether `pipeline` has no other modules than when this was built; for its owner also: none less."""
         known = {id(module) for module in (*self.plan.children, *(c.module for c in self.plan.components))}
-        return all(id(module) in known for module in modules)
+        present = {id(module) for module in managed_modules(pipeline)}
+        if not {id(unwrapped(module)) for module in components_of(pipeline).values()} <= known:
+            return False
+        managed = {id(component.plan.module) for component in self.components}
+        return bool(managed) and (pipeline not in self.owners or managed <= present)
 
     # --- figures ---------------------------------------------------------------------------------------------
 
@@ -324,13 +378,8 @@ class Offload(ABC):
                 size = tensor_bytes([plan.module])
                 entries.append(self._entry(plan, [], size))
                 continue
-            units = list(component.units)
-            resident = 0
-            if isinstance(component.shell, Unit):
-                units.append(component.shell)
-            elif component.shell is not None:
-                resident = component.shell.nbytes
-            entries.append(self._entry(plan, units, resident))
+            resident = component.shell.nbytes if isinstance(component.shell, Shell) else 0
+            entries.append(self._entry(plan, component.all_units, resident))
         window = self.streamer.window
         notices = list(self.plan.notices)
         if self._allocator.refusal is not None:
@@ -389,6 +438,33 @@ def relocate(module: nn.Module, device: torch.device) -> None:
         module.to(device)
 
 
+_MEMORY = "_offload_memory"
+
+
+class _Memory:
+    """A pipeline's note of the offload that was enabled through it; a copy of the pipeline has none."""
+
+    def __init__(self, offload: Offload | None = None) -> None:
+        self.offload = offload
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Memory:
+        return _Memory()
+
+    def __reduce__(self) -> Any:
+        return _Memory, ()
+
+
+def remember(pipeline: Any, offload: Offload) -> None:
+    """Note in `pipeline` that `offload` was enabled through it: it is found there when all components are swapped."""
+    pipeline.__dict__[_MEMORY] = _Memory(offload)
+    offload.owners.add(pipeline)
+
+
+def has_memory(pipeline: Any) -> bool:
+    """Whether an offload was enabled through `pipeline`."""
+    return _MEMORY in pipeline.__dict__
+
+
 def offloads_on(pipeline: Any) -> list[Offload]:
     """The offloads that manage components of `pipeline`, interrupted ones included: none, or one as a rule."""
     found: dict[int, Offload] = {}
@@ -396,6 +472,9 @@ def offloads_on(pipeline: Any) -> list[Offload]:
         entry = entry_of(module)
         if isinstance(entry, RootEntry) and isinstance(entry.root, ManagedComponent):
             found[id(entry.root.offload)] = entry.root.offload
+    memory = pipeline.__dict__.get(_MEMORY)
+    if memory is not None and memory.offload is not None and memory.offload.state is not State.OFF:
+        found[id(memory.offload)] = memory.offload
     return list(found.values())
 
 

@@ -74,7 +74,14 @@ def output(pipe: Any, family: str = "wan", *, steps: int = 2, **changes: Any) ->
 
 def brief(pipe: Any, **changes: Any) -> torch.Tensor:
     """The latents of the shortest call of a Wan pipeline that runs every part of it but the VAE."""
-    tiny = {"output_type": "latent", "num_frames": 1, "height": 16, "width": 16, "max_sequence_length": 8}
+    tiny = {
+        "output_type": "latent",
+        "guidance_scale": 1.0,
+        "num_frames": 1,
+        "height": 16,
+        "width": 16,
+        "max_sequence_length": 8,
+    }
     return output(pipe, "wan", **({"steps": 1} | tiny | changes))
 
 
