@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+from .plan import OffloadPlan
 
 # Class name of a transformer or text encoder -> dotted paths of its lists of blocks, in the order in which they run.
 # A class may say so itself in `_layerwise_offload_blocks_attrs`, and a pipeline in its `_offload_plan`; both win.
@@ -17,6 +20,36 @@ BLOCK_LISTS: Mapping[str, tuple[str, ...]] = {
     "Qwen3ForCausalLM": ("model.layers",),
     "T5EncoderModel": ("encoder.block",),
     "UMT5EncoderModel": ("encoder.block",),
+}
+
+_TEXT = OffloadPlan(encoder_component_types={"text_encoder": "text_encoder"})
+_TEXT_AND_IMAGE = OffloadPlan(
+    encoder_component_types={"text_encoder": "text_encoder", "image_encoder": "image_encoder"}
+)
+_ONE_DIT = {
+    "_dit_modules": ("transformer",),
+    "_encoder_modules": ("text_encoder",),
+    "_vae_modules": ("vae",),
+    "_offload_plan": _TEXT,
+}
+
+# Class name of a pipeline -> the class attributes that it would declare, for Diffusers' classes that we know. A class
+# that declares any of the lists itself stands for itself.
+PIPELINES: Mapping[str, Mapping[str, Any]] = {
+    "Flux2KleinPipeline": _ONE_DIT,
+    "Flux2Pipeline": _ONE_DIT,
+    "WanImageToVideoPipeline": {
+        "_dit_modules": ("transformer", "transformer_2"),
+        "_encoder_modules": ("text_encoder", "image_encoder"),
+        "_vae_modules": ("vae",),
+        "_offload_plan": _TEXT_AND_IMAGE,
+    },
+    "WanPipeline": {
+        "_dit_modules": ("transformer", "transformer_2"),
+        "_encoder_modules": ("text_encoder",),
+        "_vae_modules": ("vae",),
+        "_offload_plan": _TEXT,
+    },
 }
 
 # Component names whose role is beyond doubt; a digit or `_2` behind the name does not change it.
@@ -35,6 +68,9 @@ ROLE_OF_NAME: Mapping[str, str] = {
     "vqgan": "vae",
     "autoencoder": "vae",
 }
+
+# Methods of a component that would put another offloading beside ours.
+REFUSED = ("enable_group_offload",)
 
 # Calls, on a pipeline or a component, that edit weights in ways that no version counter shows.
 MUTATORS = (

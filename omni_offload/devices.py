@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from .errors import OffloadConfigError, describe
+from .errors import OffloadConfigError, describe, wrong_type
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +21,10 @@ def resolve_device(device: torch.device | str | int | None = None, gpu_id: int |
     Raises:
         OffloadConfigError: no such device, or the two contradict each other.
     """
+    if gpu_id is not None and (isinstance(gpu_id, bool) or not isinstance(gpu_id, int)):
+        raise wrong_type("gpu_id", gpu_id, "the index of an accelerator")
+    if isinstance(device, (bool, float)):
+        raise wrong_type("device", device, "a device, its name, or the index of an accelerator")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if isinstance(device, int) and not isinstance(device, bool):
         device, gpu_id = None, device if gpu_id is None else gpu_id
@@ -41,6 +45,10 @@ def resolve_device(device: torch.device | str | int | None = None, gpu_id: int |
     if asked.type == "meta":
         raise OffloadConfigError(f"{describe('device', device)} cannot compute; name an accelerator or 'cpu'")
     if asked.type == "cpu":
+        if gpu_id is not None or asked.index:
+            raise OffloadConfigError(
+                f"{describe('device', device)}: the CPU has no index{' and no gpu_id' if gpu_id is not None else ''}"
+            )
         return torch.device("cpu")
     if accelerator is None or asked.type != accelerator.type:
         there = "no accelerator" if accelerator is None else f"{accelerator.type} devices"

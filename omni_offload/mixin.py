@@ -5,6 +5,7 @@ Owns the public methods; which components there are is discovery's matter, what 
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
@@ -17,12 +18,12 @@ import torch
 from .config import LayerOptions, OffloadConfig
 from .declarations import MUTATORS
 from .devices import resolve_device, shares_memory_with_host
-from .discovery import declared_plan, find_components, is_split, resolve
+from .discovery import components_of, declared_plan, find_components, is_split, resolve
 from .errors import OffloadConfigError, OffloadStateError, describe
 from .plan import OffloadPlan
 from .policies.layerwise import LayerwiseOffload
 from .policies.model_level import ModelLevelOffload
-from .policies.offload import Offload, State, has_memory, offloads_on, refuse_other_device, remember
+from .policies.offload import Offload, State, has_memory, offloads_on, refuse_other_device, relocate, remember
 from .report import OffloadReport
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,12 @@ class OffloadMixin:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        first = next(base for base in cls.__mro__ if "enable_model_cpu_offload" in base.__dict__)
+        if not issubclass(first, OffloadMixin):
+            raise OffloadConfigError(
+                f"{cls.__name__}: {first.__name__} stands before OffloadMixin and hides its methods. Write "
+                f"class {cls.__name__}(OffloadMixin, {first.__name__})."
+            )
         _wrap(cls, "__call__", _with_idle_level_behind)
         for name in MUTATORS:
             _wrap(cls, name, functools.partial(_with_weights_parked, name))
@@ -191,14 +198,11 @@ class OffloadMixin:
             same[0].refresh()
             return same[0].report()
         with torch.inference_mode(False):
-            plan = resolve(self, config, onload)
-            if shares_memory_with_host(onload):
-                raise OffloadConfigError(
-                    f"{describe('device', str(onload))} shares its memory with the host: a host copy of the weights "
-                    "would only double them. Use pipe.to(device) without offload."
-                )
-            if plan.notices:
-                logger.warning("%s: %s", type(self).__name__, "; ".join(plan.notices))
+            plan = resolve(self, config, onload, all_stay=_why_nothing_is_offloaded(onload))
+            untold = [notice for notice in plan.notices if (type(self), notice) not in _told]
+            if untold:
+                _told.update((type(self), notice) for notice in untold)
+                logger.warning("%s: %s", type(self).__name__, "; ".join(untold))
             for offload in present:
                 offload.disable()
             offload = LayerwiseOffload(plan) if config.mode == "layer" else ModelLevelOffload(plan)
@@ -274,6 +278,20 @@ class OffloadMixin:
         super().__setattr__(name, value)
         if value is None and has_memory(self):  # a component that is given up, for its memory as a rule
             self._current_offload()
+
+    def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
+        """A copy with weights of its own, on the host, and without offload."""
+        offload = self._current_offload()
+        if offload is not None:
+            offload.park("copying the pipeline")
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        twin.__dict__.pop("_offload_memory", None)
+        if offload is not None:
+            for module in components_of(twin).values():
+                relocate(module, torch.device("cpu"))
+        return twin
 
     def _runs_in_parts(self) -> bool:
         if type(self).enable_omni_model_cpu_offload is not OffloadMixin.enable_omni_model_cpu_offload:
@@ -403,6 +421,19 @@ class OffloadMixin:
         saved = json.loads(super().to_json_string())  # type: ignore[misc]
         saved["_class_name"] = upstream_class(type(self)).__name__
         return json.dumps(saved, indent=2, sort_keys=True) + "\n"
+
+
+# Notices that have been given, so that each is given once for a class. The report holds them all.
+_told: set[tuple[type, str]] = set()
+
+
+def _why_nothing_is_offloaded(device: torch.device) -> str | None:
+    if not shares_memory_with_host(device):
+        return None
+    return (
+        f"{device} shares its memory with the host, where a host copy of the weights would only double them: nothing "
+        "is offloaded, all of it is on the device"
+    )
 
 
 def upstream_class(cls: type) -> type:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from ..declarations import ROLE_OF_NAME
+from ..declarations import PIPELINES, ROLE_OF_NAME
 from ..errors import OffloadConfigError, describe, not_one_of, quoted
 from ..plan import OffloadPlan
 
@@ -49,8 +49,21 @@ class Component:
     module: nn.Module
 
 
+_LISTS = ("_dit_modules", "_encoder_modules", "_vae_modules", "_resident_modules")
+
+
+def _declaration(pipeline: Any, attribute: str) -> Any:
+    """A class attribute; for a class that has none of the four lists, what is known of it or of a class it extends."""
+    cls = type(pipeline)
+    if any(hasattr(cls, name) for name in _LISTS):
+        return getattr(cls, attribute, None)
+    known = next((PIPELINES[base.__name__] for base in cls.__mro__ if base.__name__ in PIPELINES), {})
+    return known.get(attribute, getattr(cls, attribute, None))
+
+
 def declared_list(pipeline: Any, attribute: str) -> tuple[str, ...]:
-    paths = getattr(type(pipeline), attribute, None) or ()
+    """The paths that a pipeline declares in `attribute`. Raises `OffloadConfigError` for anything else than paths."""
+    paths = _declaration(pipeline, attribute) or ()
     if isinstance(paths, str) or not all(isinstance(path, str) and path for path in paths):
         raise OffloadConfigError(
             f"{describe(f'{type(pipeline).__name__}.{attribute}', paths)} must be a list of dotted module paths"
@@ -84,7 +97,7 @@ def _category(path: str, module: nn.Module, plan: OffloadPlan, notices: list[str
     role = _role_by_name(path)
     if role not in ENCODERS:
         role = IMAGE_ENCODER if "vision" in module.__class__.__name__.lower() else TEXT_ENCODER
-    notices.append(f"{path} is taken for a {role} by its name (_offload_plan.encoder_component_types says otherwise)")
+    notices.append(f"{path} is taken for a {role} by its name; _offload_plan.encoder_component_types can say otherwise")
     return role
 
 
@@ -141,14 +154,26 @@ def find_components(pipeline: Any, plan: OffloadPlan) -> tuple[list[Component], 
         )
     seen: dict[int, Component] = {}
     for one in found:
-        seen.setdefault(id(one.module), one)  # one module under two names is one component
+        first = seen.setdefault(id(one.module), one)  # one module under two names is one component
+        if first.role != one.role and RESIDENT not in (first.role, one.role):
+            raise OffloadConfigError(
+                f"{first.path} is declared as {first.role} and {one.path} as {one.role}, and they are the same module. "
+                "Declare it once."
+            )
     return list(seen.values()), notices
+
+
+def has_encoder_list(pipeline: Any) -> bool:
+    """Whether the pipeline has encoders by its class, be it that this one was made without (`text_encoder=None`)."""
+    named = getattr(pipeline, "components", {})
+    by_name = [name for name in named if _role_by_name(name) in ENCODERS] if isinstance(named, Mapping) else []
+    return bool(declared_list(pipeline, "_encoder_modules") or by_name)
 
 
 def declared_modules(pipeline: Any) -> list[nn.Module]:
     """The modules at all paths that the pipeline's class attributes name, as far as they exist."""
     found = []
-    for attribute in ("_dit_modules", "_encoder_modules", "_vae_modules", "_resident_modules"):
+    for attribute in _LISTS:
         try:
             paths = declared_list(pipeline, attribute)
         except OffloadConfigError:
@@ -165,7 +190,7 @@ def declared_modules(pipeline: Any) -> list[nn.Module]:
 
 def declared_plan(pipeline: Any) -> OffloadPlan:
     """The pipeline class's `_offload_plan`, or an empty one."""
-    plan = getattr(type(pipeline), "_offload_plan", None)
+    plan = _declaration(pipeline, "_offload_plan")
     if plan is None:
         return OffloadPlan()
     if not isinstance(plan, OffloadPlan):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from ..errors import OffloadConfigError, not_one_of, quoted
 from ..plan import OffloadPlan
-from .components import DIT, ENCODERS, Component, declared_list
+from .components import DIT, ENCODERS, Component, declared_list, has_encoder_list
 from .units import is_split
 
 
@@ -28,7 +30,6 @@ def refuse_without_exclusion(pipeline: Any, found: Sequence[Component]) -> None:
     if any(is_split(one.module) for one in found):
         return
     name = type(pipeline).__name__
-    declared_encoders = declared_list(pipeline, "_encoder_modules")
     dits = [one.path for one in found if one.role == DIT]
     encoders = [one.path for one in found if one.role in ENCODERS]
     if not dits:
@@ -36,7 +37,7 @@ def refuse_without_exclusion(pipeline: Any, found: Sequence[Component]) -> None:
             f"mode='module' lets DiTs and encoders take turns on the device, and {name} has no DiT. Name it in "
             "_dit_modules, or use enable_layerwise_offload for what it has."
         )
-    if not encoders and not (declared_encoders and len(dits) > 1):
+    if not encoders and not has_encoder_list(pipeline):
         raise OffloadConfigError(
             f"mode='module' lets DiTs and encoders take turns on the device, and {name} has no encoder beside "
             f"{quoted(dits)}. Name it in _encoder_modules, or use enable_layerwise_offload(components=['dit'])."
@@ -55,6 +56,11 @@ def refuse_foreign_offload(pipeline: Any, found: Sequence[Component]) -> None:
                 f"{one.path} is spread over devices by a device_map; load it without device_map to offload it."
             )
         for module in one.module.modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise OffloadConfigError(
+                    f"{one.path} is or holds a TorchScript module, whose calls cannot be extended. Load it as a plain "
+                    "module."
+                )
             if hasattr(module, "_hf_hook"):
                 raise OffloadConfigError(
                     f"{one.path} carries accelerate hooks (Diffusers' enable_model_cpu_offload or "

@@ -18,11 +18,14 @@ from ..errors import OffloadConfigError, describe, not_one_of
 from ..plan import OffloadPlan
 from .components import DIT, RESIDENT, VAE, Component, components_of, declared_plan, find_components, unwrapped
 from .refusals import refuse_foreign_offload, refuse_unknown_paths, refuse_without_exclusion
-from .units import UnitPlan, block_lists, blocks_at, is_split, large_tables
+from .units import UnitPlan, block_lists, blocks_at, is_split, large_tables, lists_in, tensor_bytes
 
 STREAMED = "streamed"  # its blocks stream, its shell stays on the device
 SWAPPED = "swapped"  # on the device as a whole, while no other swapped one is
 STAYS = "stays"  # on the device for as long as offload is on
+
+
+_LITTLE_SAVED = 0.5  # of a component's bytes in the window: then most of it is on the device all the same
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class ResolvedPlan:
     shared: tuple[torch.Tensor, ...]
     shared_across: tuple[torch.Tensor, ...]
     notices: tuple[str, ...]
+    all_stay: bool = False
 
 
 def _selected(config: OffloadConfig, found: Sequence[Component]) -> dict[str, LayerOptions]:
@@ -73,6 +77,11 @@ def _selected(config: OffloadConfig, found: Sequence[Component]) -> dict[str, La
     for index, name in enumerate(names):
         hits = [one for one in offloadable if name in (one.role, one.path)]
         if not hits:
+            if not offloadable:
+                raise OffloadConfigError(
+                    f"{describe(f'components[{index}]', name)}: nothing here is a DiT or an encoder. Name them in "
+                    "_dit_modules and _encoder_modules of the pipeline class."
+                )
             choices = [*dict.fromkeys(one.role for one in offloadable), *(one.path for one in offloadable)]
             raise not_one_of(f"components[{index}]", name, dict.fromkeys(choices), advice="This pipeline has these.")
         for one in hits:
@@ -81,8 +90,14 @@ def _selected(config: OffloadConfig, found: Sequence[Component]) -> dict[str, La
     return selected
 
 
-def resolve(pipeline: Any, config: OffloadConfig, device: torch.device) -> ResolvedPlan:
+def resolve(pipeline: Any, config: OffloadConfig, device: torch.device, *, all_stay: str | None = None) -> ResolvedPlan:
     """Decide what happens to every component of `pipeline`, or refuse.
+
+    Args:
+        pipeline: what to offload.
+        config: what is wanted.
+        device: where to compute.
+        all_stay: why nothing is to be offloaded after all: everything is put on the device, and this is said.
 
     Raises:
         OffloadConfigError: something that is asked for or declared cannot be done; nothing has been touched.
@@ -95,7 +110,10 @@ def resolve(pipeline: Any, config: OffloadConfig, device: torch.device) -> Resol
     refuse_foreign_offload(pipeline, found)
     refuse_unknown_paths(pipeline, plan, found)
     selected = _selected(config, found)
-    if config.mode == "module":
+    if all_stay is not None:
+        selected = {}
+        notices.append(all_stay)
+    elif config.mode == "module":
         refuse_without_exclusion(pipeline, found)
     components = [_plan_component(one, selected, config, plan, notices) for one in found]
     shared, across = _shared_tensors(components)
@@ -116,6 +134,7 @@ def resolve(pipeline: Any, config: OffloadConfig, device: torch.device) -> Resol
         shared=shared,
         shared_across=across,
         notices=tuple(notices),
+        all_stay=all_stay is not None,
     )
 
 
@@ -135,10 +154,18 @@ def _plan_component(
         return ComponentPlan(one.path, one.role, one.module, SWAPPED, tuple(sequences))
     if not sequences:
         attribute = "block_attrs" if one.role == DIT else "encoder_block_attrs"
+        seen = lists_in(one)
         raise OffloadConfigError(
-            f"{describe('components', one.path)}: no list of blocks was found in {one.path} "
-            f"({one.module.__class__.__name__}). Declare it: _offload_plan = OffloadPlan({attribute}="
-            f"{{{one.path!r}: ['path.to.blocks']}}), or leave {one.path} out of components."
+            f"{describe('components', one.path)}: no list of blocks that holds most of its weights was found in "
+            f"{one.path} ({one.module.__class__.__name__}; {seen or 'it has no lists'}). Declare it: "
+            f"_offload_plan = OffloadPlan({attribute}={{{one.path!r}: ['path.to.blocks']}}), or leave {one.path} out "
+            "of components."
+        )
+    whole, largest = tensor_bytes([one.module]), max(tensor_bytes(unit.modules) for s in sequences for unit in s)
+    if sum(map(len, sequences)) > 2 and 2 * largest > _LITTLE_SAVED * whole:
+        notices.append(
+            f"{one.path}: its largest block is {largest / whole:.0%} of it, and two are on the device at a time, so "
+            "layerwise offload saves little here; mode='module' moves it as a whole"
         )
     options = selected[one.path]
     sequences += [(table,) for table in large_tables(one, sequences, plan)]

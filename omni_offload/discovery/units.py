@@ -78,12 +78,24 @@ def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[str]:
             yield from _outermost_lists(child, f"{path}.")
 
 
-def _lists_by_structure(component: Component) -> list[str]:
+def _shares(component: Component) -> dict[str, float]:
+    """Path -> share of the component's bytes, for its outermost lists."""
     total = tensor_bytes([component.module])
-    shares = {
+    return {
         path: tensor_bytes([component.module.get_submodule(path)]) / max(total, 1)
         for path in _outermost_lists(component.module)
     }
+
+
+def lists_in(component: Component) -> str:
+    """The lists of a component with their shares, for a message."""
+    return ", ".join(
+        f"{path} holds {share:.0%}" for path, share in _shares(component).items() if share >= _SMALLEST_LIST
+    )
+
+
+def _lists_by_structure(component: Component) -> list[str]:
+    shares = _shares(component)
     kept = [path for path, share in shares.items() if share >= _SMALLEST_LIST]
     return kept if sum(shares[path] for path in kept) >= _SMALLEST_COVERAGE else []
 

@@ -240,8 +240,8 @@ class Streamer:
             if waited == TELL_AFTER_LOOKS:
                 inside = ", ".join(sorted({token.name for token in self._tokens if token.thread != me}))
                 logger.warning(
-                    "Waiting for another thread, which is inside %s. Should that one wait for this thread in turn, neither "
-                    "will end: weights serve one thread at a time.",
+                    "Waiting for another thread, which is inside %s. Should that one wait for this thread in turn, "
+                    "neither will end: weights serve one thread at a time.",
                     inside,
                 )
 

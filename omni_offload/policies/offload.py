@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..declarations import MUTATORS
+from ..declarations import MUTATORS, REFUSED
 from ..discovery import (
     STAYS,
     ComponentPlan,
@@ -96,6 +96,12 @@ class ManagedComponent:
     def check_device(self, device: torch.device) -> None:
         refuse_other_device(self.plan.path, device, self.device)
 
+    def refuse(self, what: str) -> None:
+        raise OffloadStateError(
+            f"{self.plan.path}.{what} cannot work beside the offload that is on. Call disable_offload() on the "
+            "pipeline first."
+        )
+
     def before_change(self, what: str) -> None:
         self.offload.park(what)
 
@@ -169,7 +175,9 @@ class Offload(ABC):
             if plan.placement != STAYS:
                 component = ManagedComponent(self, plan)
                 self.components.append(component)
-                attach_root(plan.module, component, MUTATORS)  # first: through it an interrupted build is found
+                attach_root(
+                    plan.module, component, MUTATORS, REFUSED
+                )  # first: through it an interrupted build is found
         # Units leave the device, if they were there, before anything is brought to it.
         for component in self.components:
             self._build_component(component)
@@ -364,7 +372,8 @@ class Offload(ABC):
         if not {id(unwrapped(module)) for module in components_of(pipeline).values()} <= known:
             return False
         managed = {id(component.plan.module) for component in self.components}
-        return bool(managed) and (pipeline not in self.owners or managed <= present)
+        nothing_to_manage = not managed and not self.plan.all_stay
+        return not nothing_to_manage and (pipeline not in self.owners or managed <= present)
 
     # --- figures ---------------------------------------------------------------------------------------------
 

@@ -35,6 +35,9 @@ class Root(Protocol):
     def check_device(self, device: torch.device) -> None:
         """Raise unless `device` is where the component computes anyway."""
 
+    def refuse(self, what: str) -> None:
+        """Raise: `what` cannot be done to a managed component."""
+
     def before_change(self, what: str) -> None:
         """Weights are about to be changed from outside: park them and drop device copies."""
 
@@ -112,12 +115,12 @@ def _root_meta(meta: type) -> type:
     return type("_RootMeta", (meta,), {"__eq__": equal, "__hash__": lambda cls: hash(original_of(cls))})
 
 
-def _root_class(original: Any, mutators: tuple[str, ...]) -> type:
-    return _root_subclass(original, original.forward, mutators)
+def _root_class(original: Any, mutators: tuple[str, ...], refused: tuple[str, ...]) -> type:
+    return _root_subclass(original, original.forward, mutators, refused)
 
 
 @functools.cache
-def _root_subclass(original: Any, plain_forward: Any, mutators: tuple[str, ...]) -> type:
+def _root_subclass(original: Any, plain_forward: Any, mutators: tuple[str, ...], refused: tuple[str, ...]) -> type:
     @functools.wraps(plain_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         entry = self.__dict__.get(ENTRY)
@@ -131,7 +134,8 @@ def _root_subclass(original: Any, plain_forward: Any, mutators: tuple[str, ...])
             entry.root.leave()
 
     calls = {name: _parked(original, name) for name in mutators if hasattr(original, name)}
-    derive = functools.partial(_root_class, mutators=mutators)
+    calls |= {name: _refused(original, name) for name in refused if hasattr(original, name)}
+    derive = functools.partial(_root_class, mutators=mutators, refused=refused)
     meta: Any = type(original)
     return subclass(original, _RootMethods, derive, _root_meta(meta), forward=forward, **calls)
 
@@ -149,16 +153,25 @@ def _parked(original: Any, name: str) -> Callable[..., Any]:
     return call
 
 
-def attach_root(module: nn.Module, root: Root, mutators: tuple[str, ...] = ()) -> None:
+def _refused(original: Any, name: str) -> Callable[..., Any]:
+    @functools.wraps(getattr(original, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _root_of(self).refuse(f"{name}()")
+
+    return call
+
+
+def attach_root(module: nn.Module, root: Root, mutators: tuple[str, ...] = (), refused: tuple[str, ...] = ()) -> None:
     """Make `module` answer for the onload device and tell `root` when it runs or is changed. Undone by `detach`.
 
     Args:
         module: the root of a component.
         root: what answers for it.
         mutators: names of methods that edit weights in ways that leave no trace on the tensors.
+        refused: names of methods that cannot be called meanwhile.
     """
     module.__dict__[ENTRY] = RootEntry(root)
-    give_class(module, functools.partial(_root_class, mutators=mutators))
+    give_class(module, functools.partial(_root_class, mutators=mutators, refused=refused))
     # Hooks and not `__call__`: a wrapper that torch.compile(module) made before holds the old `__call__`.
     module.register_forward_pre_hook(_before(root), prepend=True, with_kwargs=True)
     module.register_forward_hook(_behind(root), always_call=True)
