@@ -469,13 +469,17 @@ def _wrap(cls: type, name: str, wrapping: Callable[[Callable[..., Any]], Callabl
     setattr(cls, name, wrapper)
 
 
+_CALLBACKS = ("callback_on_step_end", "callback")
+
+
 def _with_idle_level_behind(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def wrapper(self: OffloadMixin, *args: Any, **kwargs: Any) -> Any:
         offload = self._current_offload()
         if offload is None:
             return call(self, *args, **kwargs)
-        token = offload.begin_call(sys._getframe())
+        watched = any(kwargs.get(name) is not None for name in _CALLBACKS)
+        token = offload.begin_call(sys._getframe(), watched)
         try:
             return call(self, *args, **kwargs)
         finally:

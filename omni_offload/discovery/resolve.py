@@ -43,6 +43,15 @@ class ComponentPlan:
     parts: Mapping[str, tuple[UnitPlan, ...]] = field(default_factory=dict)
     options: LayerOptions = field(default_factory=LayerOptions)
 
+    def without(self, names: set[str]) -> ComponentPlan:
+        """The component without the units of these names."""
+
+        def kept(units: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
+            return tuple(unit for unit in units if unit.name not in names)
+
+        sequences = tuple(filter(None, map(kept, self.sequences)))
+        return replace(self, sequences=sequences, parts={part: kept(units) for part, units in self.parts.items()})
+
     @property
     def units(self) -> tuple[UnitPlan, ...]:
         """All units, list by list."""
@@ -231,13 +240,8 @@ def _plan_split(one: Component) -> ComponentPlan:
 def _without_shared_units(component: ComponentPlan, shared: Sequence[torch.Tensor]) -> ComponentPlan:
     """The component without the units that consist of shared tensors alone: there is nothing in them to move."""
     ids = {id(tensor) for tensor in shared}
-
-    def own(units: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
-        return tuple(u for u in units if any(id(tensor) not in ids for _, tensor in own_tensors(walk(u.modules))))
-
-    sequences = tuple(kept for kept in map(own, component.sequences) if kept)
-    parts = {name: own(units) for name, units in component.parts.items()}
-    return replace(component, sequences=sequences, parts=parts)
+    empty = {u.name for u in component.units if all(id(tensor) in ids for _, tensor in own_tensors(walk(u.modules)))}
+    return component.without(empty)
 
 
 def _shared_tensors(

@@ -265,10 +265,20 @@ class Streamer:
         with self._lock:
             self._admit()
             self._refuse_while_running(what)
+            self._let_copies_end()
             self.window.rest()
 
     def keep_device_edits(self) -> None:
         """Take what is on the device for edits that left no trace, where the device is what others could see."""
+
+    def _let_copies_end(self) -> None:
+        # The host runs ahead of the device: copies of the last pass may still have to read what is edited next.
+        self.transfer.settle()
+
+    def runs_anything_here(self) -> bool:
+        """Whether a component or a unit is running in this thread."""
+        me = threading.get_ident()
+        return any(token.thread == me and token.alive() for token in self._tokens)
 
     def forget(self, units: Sequence[Unit]) -> None:
         """`units` are not this streamer's any more."""
@@ -327,9 +337,12 @@ class LayerStreamer(Streamer):
         self.window: StreamingWindow = StreamingWindow(transfer, units, Order(sequences), depth=depth, held=self.held)
 
     def _keep_written(self, unit: Unit, indices: list[int]) -> None:
-        # Copied back once; from then on the tensor stays on the device, where the next forward writes it again.
-        tensors = [unit.tensors[i] for i in indices]
+        # A buffer is copied back once; from then on it stays on the device, where the next forward writes it again.
+        # Not so a parameter: whoever writes to all of them would have the whole model on the device in the end.
+        tensors = [unit.tensors[i] for i in indices if not isinstance(unit.tensors[i], torch.nn.Parameter)]
         super()._keep_written(unit, indices)
+        if not tensors:
+            return
         self.transfer.settle()
         unit.park()
         unit.rebuild_without(tensors)
@@ -420,7 +433,8 @@ class WholeStreamer(Streamer):
     def keep_device_edits(self) -> None:
         with self._lock:
             for group in self._active:
-                if group.shell is not None and group.shell.on_device:
+                # One that was replaced or reshaped is laid out anew when it leaves.
+                if group.shell is not None and group.shell.on_device and not group.shell.astray():
                     group.shell.write_back(range(len(group.shell.tensors)))
 
     def _bring_shell_home(self, shell: Unit) -> None:
@@ -437,6 +451,7 @@ class WholeStreamer(Streamer):
         with self._lock:
             self._admit()
             self._refuse_while_running(what)
+            self._let_copies_end()
             for group in list(self._active):
                 self._evict(group)
             self.window.rest()

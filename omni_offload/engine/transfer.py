@@ -120,6 +120,7 @@ class StreamTransfer:
         self.device = device
         self.copies = 0
         self.copied_bytes = 0
+        self._settled = 0  # how many copies had been issued when they were last awaited
         self._stream = torch.Stream(device=device)
 
     def _computing_stream(self) -> torch.Stream:
@@ -134,12 +135,12 @@ class StreamTransfer:
 
     def fill(self, slot: Slot, store: HostStore) -> None:
         state: _StreamState = slot.state
+        self.copies += 1
+        self.copied_bytes += store.nbytes
         self._stream.wait_event(state.free)
         with self._stream:
             slot.buffer[: store.nbytes].copy_(store.bytes, non_blocking=True)
         state.ready.record(self._stream)
-        self.copies += 1
-        self.copied_bytes += store.nbytes
 
     def await_ready(self, slot: Slot) -> None:
         state: _StreamState = slot.state
@@ -163,7 +164,10 @@ class StreamTransfer:
         state.home.wait_stream(self._stream)
 
     def settle(self) -> None:
-        self._stream.synchronize()
+        if self._settled != self.copies:
+            issued = self.copies
+            self._stream.synchronize()
+            self._settled = issued
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)

@@ -17,6 +17,7 @@ Being real, they can be edited. Before a unit is shown on the device it is compa
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
@@ -29,6 +30,7 @@ from .layout import Layout, inference_twin
 from .stores import HostAllocator, return_freed_memory
 from .transfer import Slot
 
+logger = logging.getLogger(__name__)
 _NormBase = nn.modules.batchnorm._NormBase
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _identity = attrgetter("dtype")
@@ -142,6 +144,11 @@ class Members:
     def restructured(self) -> bool:
         """Whether a module, parameter or buffer has come, gone or been replaced since the last scan."""
         return list(map(len, self._held)) != self._sizes or self._current_ids() != self._ids
+
+    def keep_out_only(self, modules: Iterable[nn.Module]) -> None:
+        """Forget what was kept out, but for `modules`: the rest is not there any more."""
+        kept = {id(module) for module in modules}
+        self._stop = tuple(module for module in self._stop if id(module) in kept)
 
     def exclude(self, tensors: Sequence[torch.Tensor]) -> None:
         """Leave `tensors` out from now on."""
@@ -388,7 +395,10 @@ class Unit(Members):
     def release(self) -> None:
         """Give up the locked memory. The tensors stay on the host, parked, and belong to nobody."""
         if self.replaced():
-            self.absorb()
+            try:
+                self.absorb()
+            except OffloadConfigError as refusal:  # somebody's meta or quantised tensor: theirs to look after
+                logger.warning("%s is left as it is: %s", self.name, refusal)
         else:
             self.park()
         self.store.release()

@@ -81,14 +81,16 @@ class ManagedComponent:
             unit.release()
         # Whatever a failed or interrupted build had not parked yet. A shell that stays is brought back by its owner.
         stays = {id(tensor) for tensor in self.shell.tensors} if isinstance(self.shell, Shell) else set()
-        tensors = (tensor for _, tensor in own_tensors(walk([self.plan.module])) if id(tensor) not in stays)
-        move(tensors, torch.device("cpu"))
+        tensors = [tensor for _, tensor in own_tensors(walk([self.plan.module])) if id(tensor) not in stays]
+        move((t for t in tensors if is_plain(t) and not t.is_meta), torch.device("cpu"))
 
     def enter(self, frame: FrameType) -> None:
         self.offload.streamer.enter(self.plan.path, self.group, frame)
 
     def leave(self) -> None:
         self.offload.streamer.leave(self.plan.path)
+        if self.offload.watched:
+            self.offload.settle()
 
     def runs_here(self) -> bool:
         return self.offload.streamer.runs_here(self.plan.path)
@@ -145,6 +147,7 @@ class Offload(ABC):
         self._shells: list[Shell] = []
         self._stay: list[ComponentPlan] = []
         self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.watched = False
         self._calls: list[Token] = []
         self._call_ended = threading.Condition()
 
@@ -256,9 +259,13 @@ class Offload(ABC):
 
         They are plain again, and nothing here keeps them: this is how people drop an encoder behind its use.
         """
+        if self.state is not State.ON or pipeline not in self.owners or self.inside_call():
+            return
+        for component in self.components:
+            self._prune(component)
         present = {id(unwrapped(module)) for module in (*components_of(pipeline).values(), *managed_modules(pipeline))}
         gone = [plan for plan in self.plan.components if id(plan.module) not in present]
-        if not gone or pipeline not in self.owners or self.inside_call():
+        if not gone:
             return
         self._wait_for_calls()
         paths = {plan.path for plan in gone}
@@ -286,15 +293,20 @@ class Offload(ABC):
 
     # --- between calls ---------------------------------------------------------------------------------------
 
-    def begin_call(self, frame: FrameType) -> Token:
-        """A pipeline call starts in `frame`, behind those of other threads."""
+    def begin_call(self, frame: FrameType, watched: bool = False) -> Token:
+        """A pipeline call starts in `frame`, behind those of other threads.
+
+        `watched`: a callback looks on between the passes and may edit weights, so copies are awaited behind each.
+        """
         token = Token("pipeline", None, None, frame)
         with self._call_ended:
             while any(call.thread != token.thread for call in self._running()):
                 self._call_ended.wait(LOOK_AGAIN_SECONDS)
             outermost = not self._calls
             self._calls.append(token)
-        if outermost and self.state is State.ON:
+        if outermost:
+            self.watched = watched
+        if outermost and self.state is State.ON and not self.streamer.runs_anything_here():
             # A component may have been called by itself before, and its weights edited since.
             self.streamer.keep_device_edits()
             self.streamer.rest("beginning a pipeline call")
@@ -305,7 +317,7 @@ class Offload(ABC):
         outermost = next((call for call in self._running() if call.thread == token.thread), token) is token
         token.done()
         try:
-            if outermost and self.state is State.ON:
+            if outermost and self.state is State.ON and not self.streamer.runs_anything_here():
                 self.streamer.rest("ending a pipeline call")
         finally:
             with self._call_ended:
@@ -331,6 +343,10 @@ class Offload(ABC):
                     )
                 self._call_ended.wait(LOOK_AGAIN_SECONDS)
 
+    def settle(self) -> None:
+        """Wait until no copy still reads host memory."""
+        self._transfer.settle()
+
     def park(self, what: str) -> None:
         """Go to the idle level, before `what` changes weights."""
         if self.state is State.ON:
@@ -343,11 +359,35 @@ class Offload(ABC):
             return
         with torch.inference_mode(False):
             for component in self.components:
+                self._prune(component)
                 for unit in component.all_units:
                     if not unit.on_device and unit.replaced():
                         unit.absorb()
             for shell in self._shells:
                 shell.place()
+
+    def _prune(self, component: ManagedComponent) -> None:
+        """Let go of blocks that are not in the component any more: deleted ones, and those that were replaced."""
+        if component.shell is None or not component.shell.restructured():
+            return
+        modules = list(walk([component.plan.module]))
+        present = {id(module) for module in modules}
+        gone = [unit for unit in component.units if not any(id(root) in present for root in unit.roots)]
+        if gone:
+            self.streamer.forget(gone)
+            component.units = [unit for unit in component.units if unit not in gone]
+            for module in [module for module in component.attached if id(module) not in present]:
+                detach(module)
+                component.attached.remove(module)
+            for unit in gone:
+                unit.release()
+            component.shell.keep_out_only(modules)
+            if isinstance(component.shell, Shell):
+                component.shell.place()
+            former = component.plan
+            component.plan = former.without({unit.name for unit in gone})
+            plans = [component.plan if plan is former else plan for plan in self.plan.components]
+            self.plan = replace(self.plan, components=tuple(plans))
 
     def refresh(self) -> None:
         """Drop every device copy and take in every change, whatever kind it was."""

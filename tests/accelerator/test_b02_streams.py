@@ -122,6 +122,7 @@ def test_memory_is_given_up_behind_what_still_computes(
 @modes
 @pytest.mark.simulated_only
 def test_host_waits_for_nothing_in_a_steady_call(mode: str, device: torch.device, sim: ModuleType) -> None:
+    """But once, when the call ends: its last copies must have read the host before anybody edits it."""
     pipe = models.small(6)
     x = models.sample().to(device)
     enable(pipe, mode, device)
@@ -130,7 +131,7 @@ def test_host_waits_for_nothing_in_a_steady_call(mode: str, device: torch.device
         sim.counters(clear=True)
         pipe(x, steps=4)
     counters = sim.counters()
-    assert {name: counters[name] for name in WAITS if counters.get(name)} == {}
+    assert {name: counters[name] for name in WAITS if counters.get(name)} == {"stream_syncs": 1}
     assert counters["h2d"] > 0
 
 

@@ -101,7 +101,9 @@ def _block_subclass(original: Any, plain_forward: Any) -> type:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         entry = self.__dict__.get(ENTRY)
         # Compiled code runs inside an acquired block. Otherwise this is an inner call, or one that skipped `__call__`.
-        if entry is None or torch.compiler.is_compiling() or entry.streamer.held_here(entry.unit):
+        if torch.compiler.is_compiling():
+            return plain_forward(self, *args, **kwargs)
+        if entry is None or entry.streamer.held_here(entry.unit):
             return original.forward(self, *args, **kwargs)  # looked up now: somebody may have replaced it
         return _run(entry, functools.partial(original.forward, self), args, kwargs)
 

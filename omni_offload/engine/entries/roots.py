@@ -124,8 +124,10 @@ def _root_subclass(original: Any, plain_forward: Any, mutators: tuple[str, ...],
     @functools.wraps(plain_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         entry = self.__dict__.get(ENTRY)
-        # A call that skipped `__call__`, and with it the hooks.
-        if entry is None or torch.compiler.is_compiling() or entry.root.runs_here():
+        if torch.compiler.is_compiling():
+            return plain_forward(self, *args, **kwargs)
+        # Otherwise an inner call, or one that skipped `__call__` and with it the hooks.
+        if entry is None or entry.root.runs_here():
             return original.forward(self, *args, **kwargs)
         entry.root.enter(sys._getframe())
         try:
@@ -181,28 +183,22 @@ def _before(root: Root) -> Callable[..., Any]:
     @torch.compiler.disable(reason=REASON)
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         root.enter(calling_frame())
-        device = root.device
-        if not tree_any(lambda leaf: _astray(leaf, device), (args, kwargs)):
-            return None  # the very containers that the caller passed: a forward may fill them
-        return tuple(_brought(arg, device) for arg in args), {k: _brought(v, device) for k, v in kwargs.items()}
+        brought = functools.partial(_brought, device=root.device)
+        if not _holds_astray((args, kwargs), root.device):
+            return None
+        return tuple(map(brought, args)), {name: brought(value) for name, value in kwargs.items()}
 
     setattr(enter, HOOK, True)
     return enter
 
 
-def _astray(leaf: Any, device: torch.device) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.device != device
+def _holds_astray(value: Any, device: torch.device) -> bool:
+    return bool(tree_any(lambda leaf: isinstance(leaf, torch.Tensor) and leaf.device != device, value))
 
 
 def _brought(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`; lists and dictionaries stay the caller's and are changed in place."""
-    if not tree_any(lambda leaf: _astray(leaf, device), value):
-        return value
-    if type(value) is list:
-        value[:] = [_brought(item, device) for item in value]
-        return value
-    if type(value) is dict:
-        value.update({key: _brought(item, device) for key, item in value.items()})
+    """`value` with its tensors on `device`; the very object where they are there, since a forward may fill it."""
+    if not _holds_astray(value, device):
         return value
     return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
 
