@@ -411,7 +411,7 @@ class Offload(ABC):
         present = {id(module) for module in managed_modules(pipeline)}
         if not {id(unwrapped(module)) for module in components_of(pipeline).values()} <= known:
             return False
-        managed = {id(component.plan.module) for component in self.components}
+        managed = {id(plan.module) for plan in self.plan.components if plan.placement != STAYS}
         nothing_to_manage = not managed and not self.plan.all_stay
         return not nothing_to_manage and (pipeline not in self.owners or managed <= present)
 
