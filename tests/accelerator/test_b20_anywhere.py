@@ -18,7 +18,6 @@ import pytest
 import torch
 from models import MODES, Block, CountingBlock, Denoiser, ExpertsPipeline, MixedBlock, enable, run, seeded
 
-from omni_offload import OffloadConfigError
 from omni_offload.policies.offload import offloads_on
 
 modes = pytest.mark.parametrize("mode", MODES)
@@ -397,19 +396,26 @@ def test_weights_stay_where_one_thread_uses_them_when_another_ends_a_call(
 
 @modes
 @pytest.mark.simulated_only
-def test_memory_shared_with_the_host_is_refused(
-    mode: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+def test_where_memory_is_shared_with_the_host_everything_is_put_on_the_device(
+    mode: str, device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where device and host have one memory, a host copy would double the weights: refused, and nothing is touched."""
+    """A host copy would only double the weights there: nothing is offloaded, and a notice says so."""
     module = torch.get_device_module(device)
     monkeypatch.setattr(module, "get_device_properties", lambda _: SimpleNamespace(is_integrated=True), raising=False)
     pipe = models.small(3)
-    before = {name: (id(t), t.data_ptr()) for name, t in models.tensors(pipe)}
-    with pytest.raises(OffloadConfigError, match=f"device='{device}' shares its memory with the host.*pipe.to"):
-        enable(pipe, mode, device)
-    assert {name: (id(t), t.data_ptr()) for name, t in models.tensors(pipe)} == before
-    assert type(pipe.transformer) is Denoiser
     expected = run(models.resident(pipe, device), device)
+    monkeypatch.setattr("omni_offload.mixin._told", set())
+    with caplog.at_level("WARNING"):
+        report = enable(pipe, mode, device)
+    assert f"{device} shares its memory with the host" in caplog.text
+    assert any("shares its memory" in notice for notice in report.notices)
+    assert models.on_device(pipe) == {name for name, _ in models.tensors(pipe)}
+    for _ in range(2):
+        assert torch.equal(run(pipe, device), expected)
+    assert pipe.offload_report().copies == 0
+    pipe.disable_offload()
+    assert not models.on_device(pipe)
+    assert type(pipe.transformer) is Denoiser
     assert torch.equal(run(pipe.to(device), device), expected)
 
 
