@@ -311,9 +311,7 @@ def in_child(part: str, smoke: bool) -> dict[str, float]:
 def main() -> None:
     """See the module."""
     parser = _common.arguments(__doc__)
-    parser.add_argument(
-        "--part", choices=PARTS, help="run one part in this process and print what it measured"
-    )
+    parser.add_argument("--part", choices=PARTS, help="run one part in this process and print what it measured")
     options = parser.parse_args()
     _common.quiet()
     if options.part is not None:

@@ -62,9 +62,7 @@ class Denoising(OffloadMixin, nn.Module):
         self.text_encoder = text_encoder
 
     @torch.no_grad()
-    def forward(
-        self, inputs: dict[str, torch.Tensor], passes: int, behind_pass: Callable[[int], None]
-    ) -> torch.Tensor:
+    def forward(self, inputs: dict[str, torch.Tensor], passes: int, behind_pass: Callable[[int], None]) -> torch.Tensor:
         """Run `passes` passes, each on what the last one left; call `behind_pass(n)` behind pass `n`."""
         latents = inputs["latents"]
         text = inputs["text"]
@@ -141,9 +139,7 @@ class Bench:
 
     def settings(self, **values: float) -> AbstractContextManager[None]:
         """Set costs for a while; without race detection, which takes real time and no virtual time."""
-        context: AbstractContextManager[None] = self.sim.settings(
-            **{"flops": self.flops, "race_mode": 0, **values}
-        )
+        context: AbstractContextManager[None] = self.sim.settings(**{"flops": self.flops, "race_mode": 0, **values})
         return context
 
     def pipeline(self) -> Denoising:
@@ -264,9 +260,7 @@ MODES: dict[str, Callable[[Denoising, torch.device], None]] = {
 }
 
 
-def steady(
-    bench: Bench, ratios: Sequence[float], passes: int
-) -> tuple[dict[float, dict[str, dict[str, float]]], bool]:
+def steady(bench: Bench, ratios: Sequence[float], passes: int) -> tuple[dict[float, dict[str, dict[str, float]]], bool]:
     """Per ratio and mode the figures of a steady pass; and whether all outputs equal the resident one."""
     figures: dict[float, dict[str, dict[str, float]]] = {}
     equal = True
@@ -303,9 +297,7 @@ def steady(
     return figures, equal
 
 
-def count_races(
-    bench: Bench, passes: int, enable: Callable[[Denoising, torch.device], None]
-) -> tuple[int, bool]:
+def count_races(bench: Bench, passes: int, enable: Callable[[Denoising, torch.device], None]) -> tuple[int, bool]:
     """Races over all four schedules, and whether every output equals the resident one."""
     with bench.settings():
         pipeline = bench.pipeline()

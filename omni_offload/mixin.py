@@ -21,9 +21,11 @@ from .devices import resolve_device, shares_memory_with_host
 from .discovery import components_of, declared_plan, find_components, is_split, resolve
 from .errors import OffloadConfigError, OffloadStateError, describe
 from .plan import OffloadPlan
+from .policies.component import refuse_other_device, relocate
 from .policies.layerwise import LayerwiseOffload
+from .policies.memory import MEMORY, has_memory, offloads_on, remember
 from .policies.model_level import ModelLevelOffload
-from .policies.offload import Offload, State, has_memory, offloads_on, refuse_other_device, relocate, remember
+from .policies.offload import Offload, State
 from .report import OffloadReport
 
 logger = logging.getLogger(__name__)
@@ -287,7 +289,7 @@ class OffloadMixin:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        twin.__dict__.pop("_offload_memory", None)
+        twin.__dict__.pop(MEMORY, None)
         if offload is not None:
             for module in components_of(twin).values():
                 relocate(module, torch.device("cpu"))

@@ -194,18 +194,15 @@ REFUSED = {
     ),
     "resident_layers as a bool": (
         options(resident_layers=True),
-        "layer_options.dit.resident_layers=True is of type bool; it must be a whole number of blocks, 0 or "
-        "more.",
+        "layer_options.dit.resident_layers=True is of type bool; it must be a whole number of blocks, 0 or more.",
     ),
     "resident_layers as a float": (
         options(resident_layers=2.0),
-        "layer_options.dit.resident_layers=2.0 is of type float; it must be a whole number of blocks, 0 or "
-        "more.",
+        "layer_options.dit.resident_layers=2.0 is of type float; it must be a whole number of blocks, 0 or more.",
     ),
     "negative resident_layers": (
         options(resident_layers=-1),
-        "layer_options.dit.resident_layers=-1 is negative. Give how many blocks stay on the device, "
-        "0 or more.",
+        "layer_options.dit.resident_layers=-1 is negative. Give how many blocks stay on the device, 0 or more.",
     ),
 }
 
@@ -236,8 +233,7 @@ def test_json_is_refused_in_the_same_words(case):
         ),
         (
             '{"mode": "layer", "layer_options": {"dit": {"resident_layers": NaN}}}',
-            "layer_options.dit.resident_layers=nan is of type float; it must be a whole number of "
-            "blocks, 0 or more.",
+            "layer_options.dit.resident_layers=nan is of type float; it must be a whole number of blocks, 0 or more.",
         ),
         ('["layer"]', 'config=[\'layer\'] is of type list; it must be a mapping, such as {"mode": "layer"}.'),
         ("null", 'config=None; it must be a mapping, such as {"mode": "layer"}.'),
@@ -249,9 +245,7 @@ def test_json_that_says_two_things_or_no_thing_is_refused(text, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "{'mode': 'layer'}", '{"mode": "layer"} x', "[" * 100_000, "9" * 5000]
-)
+@pytest.mark.parametrize("text", ["", "{", "{'mode': 'layer'}", '{"mode": "layer"} x', "[" * 100_000, "9" * 5000])
 def test_text_that_is_not_json_is_refused(text):
     with pytest.raises(OffloadConfigError, match=r"^config=.* is not JSON \("):
         OffloadConfig.parse(text)

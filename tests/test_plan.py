@@ -71,8 +71,7 @@ REFUSED = {
     ),
     "category of another type": (
         {"encoder_component_types": {"text_encoder": ["text_encoder"]}},
-        "encoder_component_types['text_encoder']=['text_encoder'] is not one of: 'text_encoder', "
-        "'image_encoder'.",
+        "encoder_component_types['text_encoder']=['text_encoder'] is not one of: 'text_encoder', 'image_encoder'.",
     ),
     "no mapping": (
         {"encoder_component_types": ["text_encoder"]},

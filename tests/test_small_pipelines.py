@@ -145,9 +145,7 @@ def test_both_experts_run() -> None:
     for steps in (2, 3, 4):
         calls: list[str] = []
         hooks = [
-            getattr(pipe, name).register_forward_pre_hook(
-                lambda *_, calls=calls, name=name: calls.append(name)
-            )
+            getattr(pipe, name).register_forward_pre_hook(lambda *_, calls=calls, name=name: calls.append(name))
             for name in ("transformer", "transformer_2")
         ]
         run(pipe, "wan22", steps=steps)

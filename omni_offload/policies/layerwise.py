@@ -5,7 +5,8 @@ from __future__ import annotations
 from ..discovery import ResolvedPlan, UnitPlan
 from ..engine.streamer import LayerStreamer
 from ..engine.unit import Shell, Unit, own_tensors, walk
-from .offload import ManagedComponent, Offload
+from .component import ManagedComponent
+from .offload import Offload
 
 DEPTH = 1  # units fetched ahead; more buys next to nothing in time and costs a unit of memory each
 
@@ -49,7 +50,7 @@ class LayerwiseOffload(Offload):
         by_unit = {unit: component for component in self.components for unit in component.units}
         for plans, units in self._sequences:
             for plan, unit in zip(plans, units, strict=True):
-                self._attach(by_unit[unit], plan, unit)
+                by_unit[unit].attach(plan, unit)
         self._sequences.clear()
 
     def _home(self, unit: Unit) -> Shell:

@@ -14,7 +14,8 @@ from torch import nn
 from ..engine.entries import InnerEntry, attach_inner
 from ..engine.streamer import Group, WholeStreamer
 from ..engine.unit import Shell, Unit, own_tensors, walk
-from .offload import ManagedComponent, Offload
+from .component import ManagedComponent
+from .offload import Offload
 
 
 class ModelLevelOffload(Offload):
@@ -56,7 +57,7 @@ class ModelLevelOffload(Offload):
         self.streamer = WholeStreamer(self._transfer, groups, self._shells)
         for component in self.components:
             for plan, unit in zip(component.plan.units, component.units, strict=True):
-                self._attach(component, plan, unit)
+                component.attach(plan, unit)
             blocks = [module for unit in component.plan.units for module in unit.modules]
             # A module that another component has too is resident, and would bring the wrong one.
             others = [other.plan.module for other in self.components if other is not component]

@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..declarations import MUTATORS, REFUSED
 from ..discovery import (
@@ -27,19 +26,19 @@ from ..discovery import (
     ResolvedPlan,
     UnitPlan,
     components_of,
-    declared_modules,
     tensor_bytes,
     unwrapped,
 )
-from ..engine.entries import BlockEntry, RootEntry, attach_block, attach_child, attach_root, detach, entry_of
+from ..engine.entries import attach_root, detach
 from ..engine.pinning import registrar_for
 from ..engine.stores import PINNED, HostAllocator
-from ..engine.streamer import LOOK_AGAIN_SECONDS, Group, LayerStreamer, Token, WholeStreamer
+from ..engine.streamer import LOOK_AGAIN_SECONDS, LayerStreamer, Token, WholeStreamer
 from ..engine.transfer import transfer_for
-from ..engine.unit import Shell, Unit, is_plain, move, own_tensors, walk
+from ..engine.unit import Shell, Unit, walk
 from ..errors import OffloadStateError
 from ..report import ComponentReport, OffloadReport
-from .interop import acquires_in_forward, point_hooks_at
+from .component import ManagedComponent, relocate
+from .memory import MEMORY, managed_modules
 
 logger = logging.getLogger(__name__)
 
@@ -51,84 +50,6 @@ class State(enum.Enum):
     ON = enum.auto()
     CLOSING = enum.auto()
     OFF = enum.auto()
-
-
-class ManagedComponent:
-    """Answers for one component whose weights come and go: the `Root` of the engine's entries."""
-
-    def __init__(self, offload: Offload, plan: ComponentPlan) -> None:
-        self.offload = offload
-        self.plan = plan
-        self.units: list[Unit] = []
-        self.shell: Shell | Unit | None = None
-        self.group: Group | None = None
-        self.parts: dict[str, Group] = {}
-        self.attached: list[nn.Module] = []
-        self.device = offload.plan.device
-
-    @property
-    def all_units(self) -> list[Unit]:
-        """Its units, and its shell where that is one."""
-        return [*self.units, *([self.shell] if isinstance(self.shell, Unit) else [])]
-
-    def make_plain(self) -> None:
-        """Give blocks and what is inside them their classes back, and let the weights be ordinary host memory."""
-        for module in self.attached:
-            ours = type(module).forward
-            detach(module)
-            point_hooks_at(module, type(module).forward, (ours,))
-        for unit in self.all_units:
-            unit.release()
-        # Whatever a failed or interrupted build had not parked yet. A shell that stays is brought back by its owner.
-        stays = {id(tensor) for tensor in self.shell.tensors} if isinstance(self.shell, Shell) else set()
-        tensors = [tensor for _, tensor in own_tensors(walk([self.plan.module])) if id(tensor) not in stays]
-        move((t for t in tensors if is_plain(t) and not t.is_meta), torch.device("cpu"))
-
-    def enter(self, frame: FrameType) -> None:
-        self.offload.streamer.enter(self.plan.path, self.group, frame)
-
-    def leave(self) -> None:
-        self.offload.streamer.leave(self.plan.path)
-        if self.offload.watched:
-            self.offload.settle()
-
-    def runs_here(self) -> bool:
-        return self.offload.streamer.runs_here(self.plan.path)
-
-    def check_device(self, device: torch.device) -> None:
-        refuse_other_device(self.plan.path, device, self.device)
-
-    def refuse(self, what: str) -> None:
-        raise OffloadStateError(
-            f"{self.plan.path}.{what} cannot work beside the offload that is on. Call disable_offload() on the "
-            "pipeline first."
-        )
-
-    def before_change(self, what: str) -> None:
-        self.offload.park(what)
-
-    def after_change(self) -> None:
-        self.offload.absorb_changes()
-
-    def enter_part(self, name: str, frame: FrameType) -> None:
-        """Part `name` of a split module starts in `frame`."""
-        if name in self.parts:
-            self.offload.streamer.enter(self.parts[name].name, self.parts[name], frame)
-
-    def leave_part(self, name: str) -> None:
-        """Part `name` is done."""
-        if name in self.parts:
-            self.offload.streamer.leave(self.parts[name].name)
-
-
-def refuse_other_device(what: str, device: torch.device, onload: torch.device) -> None:
-    """Raise `OffloadStateError` if `device` is not where `what` computes anyway."""
-    same = device.type == onload.type and (device.index is None or device.index == (onload.index or 0))
-    if not same:
-        raise OffloadStateError(
-            f"{what} is offloaded: its weights are on the host and compute on {onload}, so it cannot be moved to "
-            f"{device}. Call disable_offload() on the pipeline first."
-        )
 
 
 class Offload(ABC):
@@ -150,6 +71,11 @@ class Offload(ABC):
         self.watched = False
         self._calls: list[Token] = []
         self._call_ended = threading.Condition()
+
+    @property
+    def on(self) -> bool:
+        """Whether there is anything left of it: on, being built or being undone."""
+        return self.state is not State.OFF
 
     # --- building --------------------------------------------------------------------------------------------
 
@@ -209,17 +135,6 @@ class Offload(ABC):
     def _unit(self, plan: UnitPlan, **options: Any) -> Unit:
         return Unit(plan.name, plan.modules, self._allocator, excluded=self.plan.shared, **options)
 
-    def _attach(self, component: ManagedComponent, plan: UnitPlan, unit: Unit) -> None:
-        for module in plan.modules:
-            plain = module.__class__.forward
-            component.attached.append(module)
-            attach_block(module, BlockEntry(self.streamer, unit, acquires_in_forward))
-            point_hooks_at(module, type(module).forward, (plain,))
-            for child in _callable_children(module):
-                if entry_of(child) is None:
-                    component.attached.append(child)
-                    attach_child(child, BlockEntry(self.streamer, unit))
-
     # --- undoing ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -250,7 +165,7 @@ class Offload(ABC):
                 detach(component.plan.module)
             self.state = State.OFF
             for owner in self.owners:
-                owner.__dict__.pop(_MEMORY, None)
+                owner.__dict__.pop(MEMORY, None)
             self.components, self._shells, self._stay = [], [], []
 
     @torch.no_grad()
@@ -467,67 +382,3 @@ class Offload(ABC):
             pinned_bytes=sum(unit.nbytes for unit in units if unit.store.kind == PINNED),
             copies=sum(unit.copies for unit in units),
         )
-
-
-def _callable_children(block: nn.Module) -> Iterator[nn.Module]:
-    """The children of a block with weights, those in its lists and dictionaries included."""
-    for child in block.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            yield from _callable_children(child)
-        elif next(own_tensors(walk([child])), None) is not None:
-            yield child
-
-
-def relocate(module: nn.Module, device: torch.device) -> None:
-    """Move a component that stays. One with weights of a kind of its own (quantised, say) does so itself."""
-    tensors = [tensor for _, tensor in own_tensors(walk([module]))]
-    if all(is_plain(tensor) for tensor in tensors):
-        move(tensors, device)
-    else:
-        module.to(device)
-
-
-_MEMORY = "_offload_memory"
-
-
-class _Memory:
-    """A pipeline's note of the offload that was enabled through it; a copy of the pipeline has none."""
-
-    def __init__(self, offload: Offload | None = None) -> None:
-        self.offload = offload
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Memory:
-        return _Memory()
-
-    def __reduce__(self) -> Any:
-        return _Memory, ()
-
-
-def remember(pipeline: Any, offload: Offload) -> None:
-    """Note in `pipeline` that `offload` was enabled through it: it is found there when all components are swapped."""
-    pipeline.__dict__[_MEMORY] = _Memory(offload)
-    offload.owners.add(pipeline)
-
-
-def has_memory(pipeline: Any) -> bool:
-    """Whether an offload was enabled through `pipeline`."""
-    return _MEMORY in pipeline.__dict__
-
-
-def offloads_on(pipeline: Any) -> list[Offload]:
-    """The offloads that manage components of `pipeline`, interrupted ones included: none, or one as a rule."""
-    found: dict[int, Offload] = {}
-    for module in managed_modules(pipeline):
-        entry = entry_of(module)
-        if isinstance(entry, RootEntry) and isinstance(entry.root, ManagedComponent):
-            found[id(entry.root.offload)] = entry.root.offload
-    memory = pipeline.__dict__.get(_MEMORY)
-    if memory is not None and memory.offload is not None and memory.offload.state is not State.OFF:
-        found[id(memory.offload)] = memory.offload
-    return list(found.values())
-
-
-def managed_modules(pipeline: Any) -> list[nn.Module]:
-    """The modules of `pipeline` that may carry a root entry: its components, by every path that it declares."""
-    named = [unwrapped(module) for module in components_of(pipeline).values()]
-    return named + declared_modules(pipeline)

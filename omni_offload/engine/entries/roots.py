@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_any, tree_map_only
 
 from ..streamer import Group, Streamer
 from .blocks import REASON, calling_frame
@@ -183,24 +182,24 @@ def _before(root: Root) -> Callable[..., Any]:
     @torch.compiler.disable(reason=REASON)
     def enter(module: nn.Module, args: Any, kwargs: Any) -> Any:
         root.enter(calling_frame())
-        brought = functools.partial(_brought, device=root.device)
-        if not _holds_astray((args, kwargs), root.device):
-            return None
-        return tuple(map(brought, args)), {name: brought(value) for name, value in kwargs.items()}
+        device = root.device
+        return tuple(_brought(arg, device) for arg in args), {k: _brought(v, device) for k, v in kwargs.items()}
 
     setattr(enter, HOOK, True)
     return enter
 
 
-def _holds_astray(value: Any, device: torch.device) -> bool:
-    return bool(tree_any(lambda leaf: isinstance(leaf, torch.Tensor) and leaf.device != device, value))
-
-
 def _brought(value: Any, device: torch.device) -> Any:
-    """`value` with its tensors on `device`; the very object where they are there, since a forward may fill it."""
-    if not _holds_astray(value, device):
-        return value
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), value)
+    """An argument on `device`: tensors, and those in tuples.
+
+    Lists and dictionaries are the caller's, who may look into them afterwards, and the model's, which may fill them:
+    what lies in them stays as it is, as it does where nothing is offloaded.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if type(value) is tuple:
+        return tuple(_brought(item, device) for item in value)
+    return value
 
 
 def _behind(root: Root) -> Callable[..., None]:
