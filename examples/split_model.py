@@ -19,7 +19,7 @@ from omni_offload import OffloadMixin
 from omni_offload.demo import small_pipelines
 from omni_offload.demo.comparison import example_options, run
 from omni_offload.demo.split_model import SmallSplitPipeline
-from omni_offload.policies.offload import offloads_on
+from omni_offload.policies.memory import offloads_on
 
 
 class OffloadSplitPipeline(OffloadMixin, SmallSplitPipeline):

@@ -590,7 +590,7 @@ def test_report_of_layerwise_offload_says_what_was_done() -> None:
 
 
 def unit_stores(pipe: Any) -> list[Any]:
-    from omni_offload.policies.offload import offloads_on
+    from omni_offload.policies.memory import offloads_on
 
     return [unit.store for c in offloads_on(pipe)[0].components for unit in c.units]
 
@@ -647,14 +647,27 @@ def test_notices_tell_what_was_guessed(caplog: pytest.LogCaptureFixture) -> None
     assert all(notice in caplog.text for notice in report.notices)
     caplog.clear()
     with caplog.at_level(logging.WARNING, logger="omni_offload"):
-        assert small().enable_layerwise_offload(device="cpu").notices == ()
+        assert evenly().enable_layerwise_offload(device="cpu").notices == ()
     assert caplog.text == ""
-    undeclared = small(_offload_plan=OffloadPlan(encoder_block_attrs={"text_encoder": ["blocks"]}))
+    undeclared = evenly(_offload_plan=OffloadPlan(encoder_block_attrs={"text_encoder": ["blocks"]}))
     with caplog.at_level(logging.WARNING, logger="omni_offload"):
         (notice,) = undeclared.enable_layerwise_offload(device="cpu").notices
+        undeclared.disable_offload()
+        assert undeclared.enable_layerwise_offload(device="cpu").notices == (notice,)
     assert "text_encoder is taken for a text_encoder by its name" in notice
-    assert len(caplog.records) == 1
+    assert len(caplog.records) == 1  # told once for a class, and in every report
     assert notice in caplog.text
+
+
+def test_few_large_blocks_are_said_to_save_little() -> None:
+    (notice,) = small().enable_layerwise_offload(device="cpu").notices
+    assert "its largest block is 51% of it" in notice
+
+
+def evenly(**attributes: Any) -> SmallPipeline:
+    """A small pipeline with so many equal blocks that two of them are a small part."""
+    cls = type("ThisPipeline", (SmallPipeline,), attributes)
+    return seeded(lambda: cls(Denoiser(Block(16) for _ in range(12))))
 
 
 def class_without_declarations() -> nn.Module:

@@ -18,7 +18,7 @@ import torch
 from models import MODES, Block, Denoiser, SmallPipeline, enable, run, seeded
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from omni_offload.policies.offload import offloads_on
+from omni_offload.policies.memory import offloads_on
 
 modes = pytest.mark.parametrize("mode", MODES)
 

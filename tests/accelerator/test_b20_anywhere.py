@@ -18,7 +18,7 @@ import pytest
 import torch
 from models import MODES, Block, CountingBlock, Denoiser, ExpertsPipeline, MixedBlock, enable, run, seeded
 
-from omni_offload.policies.offload import offloads_on
+from omni_offload.policies.memory import offloads_on
 
 modes = pytest.mark.parametrize("mode", MODES)
 
