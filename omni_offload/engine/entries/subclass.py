@@ -59,7 +59,7 @@ def _plain_state(module: Any) -> dict[str, Any]:
 def _remove_our_hooks(state: dict[str, Any]) -> None:
     hooks = [pair for name in _HOOK_DICTS[:2] for pair in state.get(name, {}).items()]
     for key in [key for key, hook in hooks if hasattr(hook, HOOK)]:
-        for name in _HOOK_DICTS:
+        for name in reversed(_HOOK_DICTS):  # the hook itself last: by it the rest is found after an interrupt
             state[name].pop(key, None)
 
 
