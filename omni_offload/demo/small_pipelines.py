@@ -18,8 +18,8 @@ from torch import nn
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-_PROMPT = "A small red boat sails over a quiet lake at sunrise"
-_NEGATIVE_PROMPT = "blurry, dark, low quality"
+PROMPT = "A small red boat sails over a quiet lake at sunrise"
+NEGATIVE_PROMPT = "blurry, dark, low quality"
 _EXTRA_TEXT = (
     "a cat holding a sign that says hello world",
     "an astronaut rides a horse on the moon, high quality, 4k",
@@ -84,8 +84,8 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
             tensor.data = tensor.data.to(dtype)
 
 
-def _make(name: str, make: Callable[[], ModuleT], dtype: torch.dtype, seed: int) -> ModuleT:
-    """Run `make()` with the random state of part `name`; returns the module in eval mode."""
+def make_module(name: str, make: Callable[[], ModuleT], dtype: torch.dtype, seed: int) -> ModuleT:
+    """What `make()` makes with the random state of part `name` and no constant weights, in `dtype` and eval mode."""
     part_seed = _part_seed(seed, name)
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(part_seed)
@@ -103,10 +103,10 @@ def _make(name: str, make: Callable[[], ModuleT], dtype: torch.dtype, seed: int)
 def _training_text() -> list[str]:
     from diffusers.pipelines.flux2.system_messages import SYSTEM_MESSAGE
 
-    return [SYSTEM_MESSAGE, _PROMPT, _NEGATIVE_PROMPT, *_EXTRA_TEXT]
+    return [SYSTEM_MESSAGE, PROMPT, NEGATIVE_PROMPT, *_EXTRA_TEXT]
 
 
-def _byte_level_bpe(special_tokens: Sequence[str]) -> tuple[dict[str, int], Any]:
+def byte_level_bpe(special_tokens: Sequence[str]) -> tuple[dict[str, int], Any]:
     """Vocabulary (special tokens first) and merged pairs of a byte-level BPE; it can encode any text.
 
     Each word of the training text becomes one token by merging its characters from left to right.
@@ -129,7 +129,7 @@ def _byte_level_bpe(special_tokens: Sequence[str]) -> tuple[dict[str, int], Any]
     return vocabulary, merges
 
 
-def _t5_tokenizer() -> Any:
+def t5_tokenizer() -> Any:
     """A `T5Tokenizer` over printable ASCII characters and the words of the training text."""
     from transformers import T5Tokenizer
 
@@ -155,12 +155,12 @@ _QWEN_CHAT_TEMPLATE = (
 )
 
 
-def _qwen2_tokenizer() -> Any:
+def qwen2_tokenizer() -> Any:
     """A `Qwen2Tokenizer` with a chat template of Qwen3's form."""
     from transformers import Qwen2Tokenizer
 
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>"]
-    vocabulary, merges = _byte_level_bpe(special)
+    vocabulary, merges = byte_level_bpe(special)
     return Qwen2Tokenizer(
         vocab=vocabulary,
         merges=merges,
@@ -201,7 +201,7 @@ def _mistral_processor(patch_size: int, spatial_merge_size: int) -> Any:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers.utils import is_torchvision_available
 
-    vocabulary, merges = _byte_level_bpe(_MISTRAL_SPECIAL_TOKENS)
+    vocabulary, merges = byte_level_bpe(_MISTRAL_SPECIAL_TOKENS)
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -298,13 +298,13 @@ def _wan_scheduler() -> Any:
 
 
 def _wan_parts(dtype: torch.dtype, seed: int, layers: int | None, image: bool) -> dict[str, Any]:
-    tokenizer = _t5_tokenizer()
+    tokenizer = t5_tokenizer()
     return {
         "tokenizer": tokenizer,
-        "text_encoder": _make("text_encoder", lambda: _wan_text_encoder(len(tokenizer)), dtype, seed),
-        "vae": _make("vae", _wan_vae, dtype, seed),
+        "text_encoder": make_module("text_encoder", lambda: _wan_text_encoder(len(tokenizer)), dtype, seed),
+        "vae": make_module("vae", _wan_vae, dtype, seed),
         "scheduler": _wan_scheduler(),
-        "transformer": _make("transformer", lambda: _wan_transformer(layers or 6, image), dtype, seed),
+        "transformer": make_module("transformer", lambda: _wan_transformer(layers or 6, image), dtype, seed),
     }
 
 
@@ -319,7 +319,7 @@ def _wan22_components(dtype: torch.dtype, seed: int, layers: int | None) -> dict
     With two steps or more, the first runs `transformer` and the last runs `transformer_2`.
     """
     parts = _wan_parts(dtype, seed, layers, image=False)
-    parts["transformer_2"] = _make("transformer_2", lambda: _wan_transformer(layers or 6), dtype, seed)
+    parts["transformer_2"] = make_module("transformer_2", lambda: _wan_transformer(layers or 6), dtype, seed)
     parts["boundary_ratio"] = 0.875
     return parts
 
@@ -342,7 +342,7 @@ def _wan_i2v_components(dtype: torch.dtype, seed: int, layers: int | None) -> di
         )
 
     parts = _wan_parts(dtype, seed, layers, image=True)
-    parts["image_encoder"] = _make("image_encoder", image_encoder, dtype, seed)
+    parts["image_encoder"] = make_module("image_encoder", image_encoder, dtype, seed)
     parts["image_processor"] = CLIPImageProcessor(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32})
     return parts
 
@@ -474,10 +474,12 @@ def _flux2_parts(
     double = layers or 3
     return {
         "scheduler": FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True),
-        "vae": _make("vae", _flux2_vae, dtype, seed),
-        "text_encoder": _make("text_encoder", text_encoder, dtype, seed),
+        "vae": make_module("vae", _flux2_vae, dtype, seed),
+        "text_encoder": make_module("text_encoder", text_encoder, dtype, seed),
         "tokenizer": tokenizer,
-        "transformer": _make("transformer", lambda: _flux2_transformer(double, double + 1, guidance), dtype, seed),
+        "transformer": make_module(
+            "transformer", lambda: _flux2_transformer(double, double + 1, guidance), dtype, seed
+        ),
     }
 
 
@@ -490,7 +492,7 @@ def _flux2_components(dtype: torch.dtype, seed: int, layers: int | None) -> dict
 
 def _flux2_klein_components(dtype: torch.dtype, seed: int, layers: int | None) -> dict[str, Any]:
     """Constructor arguments of `Flux2KleinPipeline`."""
-    tokenizer = _qwen2_tokenizer()
+    tokenizer = qwen2_tokenizer()
     return _flux2_parts(dtype, seed, layers, tokenizer, lambda: _qwen3_text_encoder(len(tokenizer)), guidance=False)
 
 
@@ -518,8 +520,8 @@ def _split_components(dtype: torch.dtype, seed: int, layers: int | None) -> dict
         )
 
     return {
-        "transformer": _make("transformer", lambda: SmallSplitTransformer(num_layers=layers or 4), dtype, seed),
-        "vae": _make("vae", vae, dtype, seed),
+        "transformer": make_module("transformer", lambda: SmallSplitTransformer(num_layers=layers or 4), dtype, seed),
+        "vae": make_module("vae", vae, dtype, seed),
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=3.0),
     }
 
@@ -656,7 +658,7 @@ def call_arguments(family: str, *, steps: int = 2, seed: int = 0, output_type: s
     """
     _check_family(family)
     arguments: dict[str, Any] = {
-        "prompt": _PROMPT,
+        "prompt": PROMPT,
         "num_inference_steps": steps,
         "generator": torch.Generator("cpu").manual_seed(seed),
         "output_type": output_type,
@@ -669,7 +671,7 @@ def call_arguments(family: str, *, steps: int = 2, seed: int = 0, output_type: s
             "height": 32,
             "width": 32,
             "num_frames": 9,
-            "negative_prompt": _NEGATIVE_PROMPT,
+            "negative_prompt": NEGATIVE_PROMPT,
             "max_sequence_length": 24,
         }
     if family == "wan22":
