@@ -26,7 +26,7 @@ __all__ = [
 
 MODES = ("layer", "module")
 WEIGHT_TRANSFERS = ("rank-local", "allgather")
-OFFLOADABLE_ROLES = ("dit", "text_encoder", "image_encoder")
+OFFLOADABLE_ROLES = ("dit", "text_encoder", "image_encoder", "controlnet")
 ROLES = (*OFFLOADABLE_ROLES, "vae", "resident")
 
 _WHY_NOT_OFFLOADED = {
@@ -72,8 +72,8 @@ class OffloadConfig:
             `"layer"` streams the blocks of the selected components, `"module"` lets whole components take
             turns on the device.
         components (`tuple[str, ...]`, *optional*):
-            Roles (`"dit"`, `"text_encoder"`, `"image_encoder"`) or dotted component paths, in a tuple or a
-            list. Without it mode `"layer"` takes `("dit",)`, and mode `"module"` keeps `None`, which stands
+            Roles (`"dit"`, `"text_encoder"`, `"image_encoder"`, `"controlnet"`) or dotted component paths, in a
+            tuple or a list. Without it mode `"layer"` takes `("dit",)`, and mode `"module"` keeps `None`, which stands
             for all DiTs and encoders.
         pin_memory (`bool`, *optional*):
             Whether weights on the host are page-locked. `None` leaves it to the device and to free memory.

@@ -52,21 +52,41 @@ PIPELINES: Mapping[str, Mapping[str, Any]] = {
     },
 }
 
-# Component names whose role is beyond doubt; a digit or `_2` behind the name does not change it.
+# Component names whose role is beyond doubt; digits behind the name do not change it, nor words before it.
 ROLE_OF_NAME: Mapping[str, str] = {
     "transformer": "dit",
     "unet": "dit",
     "dit": "dit",
     "denoiser": "dit",
+    "prior": "dit",
     "text_encoder": "text_encoder",
     "text_model": "text_encoder",
     "language_model": "text_encoder",
+    "vision_language_encoder": "text_encoder",
+    "prompt_enhancer": "text_encoder",
+    "prompt_upsampler": "text_encoder",
     "image_encoder": "image_encoder",
     "vision_encoder": "image_encoder",
+    "controlnet": "controlnet",
     "vae": "vae",
     "vqvae": "vae",
     "vqgan": "vae",
+    "movq": "vae",
     "autoencoder": "vae",
+    # What runs once, behind everything else or beside it, and is small.
+    "safety_checker": "resident",
+    "motion_adapter": "resident",
+    "vocoder": "resident",
+}
+
+# For any other name the class decides: the first pattern that its name matches.
+ROLE_OF_CLASS: Mapping[str, str] = {
+    "controlnet": r"ControlNet",
+    "resident": r"Adapter|SafetyChecker|Vocoder|Watermark",
+    "dit": r"Transformer\w*Model$|UNet|DiT|^PriorTransformer$|DiffNeXt$|Prior$",
+    "vae": r"Autoencoder|VQModel|VAE",
+    "image_encoder": r"Vision|Image\w*Encoder",
+    "text_encoder": r"Text\w*Model|ForCausalLM|EncoderModel|ForConditionalGeneration",
 }
 
 # Methods of a component that would put another offloading beside ours.

@@ -85,7 +85,7 @@ class OffloadMixin:
 
         Args:
             components (`Sequence[str]`, defaults to `("dit",)`):
-                Roles (`"dit"`, `"text_encoder"`, `"image_encoder"`) or component paths.
+                Roles (`"dit"`, `"text_encoder"`, `"image_encoder"`, `"controlnet"`) or component paths.
             device (`torch.device`, `str` or `int`, *optional*):
                 Where to compute. Defaults to the current accelerator, and to the CPU (with a notice) without one.
             layer_options (`Mapping`, *optional*):

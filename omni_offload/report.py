@@ -29,7 +29,7 @@ class ComponentReport:
         units: number of units that come and go.
         streamed_bytes: what comes and goes.
         resident_bytes: what is on the device for as long as offload is on.
-        host_bytes: host memory held for it, of which `pinned_bytes` are locked.
+        host_bytes: host memory held for it, embedding tables that stay there included; `pinned_bytes` are locked.
         copies: unit copies to the device so far.
     """
 

@@ -144,12 +144,12 @@ REFUSED = {
     "the VAE": (
         layer(components=["dit", "vae"]),
         "components[1]='vae' cannot be offloaded: VAEs stay on the device in both modes. Choose from 'dit', "
-        "'text_encoder', 'image_encoder', or the path of a DiT or an encoder.",
+        "'text_encoder', 'image_encoder', 'controlnet', or the path of a DiT or an encoder.",
     ),
     "residents": (
         {"mode": "module", "components": ["resident"]},
         "components[0]='resident' cannot be offloaded: it is the role of the modules that stay on the "
-        "device. Choose from 'dit', 'text_encoder', 'image_encoder', or the path of a DiT or an encoder.",
+        "device. Choose from 'dit', 'text_encoder', 'image_encoder', 'controlnet', or the path of a DiT or an encoder.",
     ),
     "pin_memory as a number": (layer(pin_memory=1), "pin_memory=1 is of type int; it must be true or false."),
     "layer_options of another type": (

@@ -14,11 +14,12 @@ from typing import Any
 
 from torch import nn
 
-from ..declarations import PIPELINES, ROLE_OF_NAME
+from ..declarations import PIPELINES, ROLE_OF_CLASS, ROLE_OF_NAME
 from ..errors import OffloadConfigError, describe, not_one_of, quoted
 from ..plan import OffloadPlan
 
 DIT, TEXT_ENCODER, IMAGE_ENCODER, VAE, RESIDENT = "dit", "text_encoder", "image_encoder", "vae", "resident"
+CONTROLNET = "controlnet"
 ENCODERS = (TEXT_ENCODER, IMAGE_ENCODER)
 
 
@@ -102,8 +103,10 @@ def _category(path: str, module: nn.Module, plan: OffloadPlan, notices: list[str
 
 
 def _role_by_name(path: str) -> str | None:
-    last = path.rpartition(".")[2]
-    return ROLE_OF_NAME.get(re.sub(r"_?\d+$", "", last))
+    name = re.sub(r"_?\d+$", "", path.rpartition(".")[2])
+    while name not in ROLE_OF_NAME and "_" in name:
+        name = name.partition("_")[2]  # prior_text_encoder, unconditional_transformer
+    return ROLE_OF_NAME.get(name)
 
 
 def _guessed_role(name: str, module: nn.Module) -> str:
@@ -111,15 +114,7 @@ def _guessed_role(name: str, module: nn.Module) -> str:
     if role is not None:
         return role
     kind = module.__class__.__name__
-    if re.search(r"Transformer\w*Model$|UNet|DiT", kind) and not re.search(r"ControlNet|Adapter", kind):
-        return DIT
-    if re.search(r"Autoencoder|VQModel|VAE", kind):
-        return VAE
-    if re.search(r"Vision|Image\w*Encoder", kind):
-        return IMAGE_ENCODER
-    if re.search(r"Text\w*Model|ForCausalLM|EncoderModel|ForConditionalGeneration", kind):
-        return TEXT_ENCODER
-    return RESIDENT
+    return next((role for role, pattern in ROLE_OF_CLASS.items() if re.search(pattern, kind)), RESIDENT)
 
 
 def find_components(pipeline: Any, plan: OffloadPlan) -> tuple[list[Component], list[str]]:

@@ -16,9 +16,29 @@ from ..config import LayerOptions, OffloadConfig, refuse_unbuilt
 from ..engine.unit import own_tensors, refuse_unmanageable, walk
 from ..errors import OffloadConfigError, describe, not_one_of
 from ..plan import OffloadPlan
-from .components import DIT, RESIDENT, VAE, Component, components_of, declared_plan, find_components, unwrapped
+from .components import (
+    CONTROLNET,
+    DIT,
+    RESIDENT,
+    VAE,
+    Component,
+    components_of,
+    declared_plan,
+    find_components,
+    unwrapped,
+)
 from .refusals import refuse_foreign_offload, refuse_unknown_paths, refuse_without_exclusion
-from .units import UnitPlan, block_lists, blocks_at, is_split, large_tables, lists_in, tensor_bytes
+from .units import (
+    BY_STRUCTURE,
+    UnitPlan,
+    block_lists,
+    blocks_at,
+    divided,
+    is_split,
+    large_tables,
+    lists_in,
+    tensor_bytes,
+)
 
 STREAMED = "streamed"  # its blocks stream, its shell stays on the device
 SWAPPED = "swapped"  # on the device as a whole, while no other swapped one is
@@ -32,7 +52,8 @@ _LITTLE_SAVED = 0.5  # of a component's bytes in the window: then most of it is 
 class ComponentPlan:
     """What is to become of one component.
 
-    `sequences` holds its units, list by list, in declared order; `parts` their division in a split module.
+    `sequences` holds its units, list by list, in declared order; `parts` their division in a split module;
+    `host_tables` the embedding tables that stay on the host.
     """
 
     path: str
@@ -42,6 +63,7 @@ class ComponentPlan:
     sequences: tuple[tuple[UnitPlan, ...], ...] = ()
     parts: Mapping[str, tuple[UnitPlan, ...]] = field(default_factory=dict)
     options: LayerOptions = field(default_factory=LayerOptions)
+    host_tables: tuple[UnitPlan, ...] = ()
 
     def without(self, names: set[str]) -> ComponentPlan:
         """The component without the units of these names."""
@@ -50,12 +72,18 @@ class ComponentPlan:
             return tuple(unit for unit in units if unit.name not in names)
 
         sequences = tuple(filter(None, map(kept, self.sequences)))
-        return replace(self, sequences=sequences, parts={part: kept(units) for part, units in self.parts.items()})
+        parts = {part: kept(units) for part, units in self.parts.items()}
+        return replace(self, sequences=sequences, parts=parts, host_tables=kept(self.host_tables))
 
     @property
     def units(self) -> tuple[UnitPlan, ...]:
-        """All units, list by list."""
+        """All units that stream, list by list."""
         return tuple(unit for sequence in self.sequences for unit in sequence)
+
+    @property
+    def all_units(self) -> tuple[UnitPlan, ...]:
+        """All units, those that stay on the host included."""
+        return (*self.units, *self.host_tables)
 
 
 @dataclass(frozen=True)
@@ -81,6 +109,15 @@ class ResolvedPlan:
 def _selected(config: OffloadConfig, found: Sequence[Component]) -> dict[str, LayerOptions]:
     """Path -> options of the components that the configuration selects."""
     offloadable = [one for one in found if one.role not in (VAE, RESIDENT)]
+    if config.mode == "module":
+        beside = [one for one in offloadable if one.role == CONTROLNET]
+        offloadable = [one for one in offloadable if one.role != CONTROLNET]
+        for index, name in enumerate(config.components or ()):
+            if any(name in (one.role, one.path) for one in beside):
+                raise OffloadConfigError(
+                    f"{describe(f'components[{index}]', name)}: a ControlNet runs in every step beside the DiT, so "
+                    "with mode='module' it stays on the device. Leave it out, or stream it with mode='layer'."
+                )
     names = config.components or tuple(dict.fromkeys(one.role for one in offloadable))
     selected: dict[str, LayerOptions] = {}
     for index, name in enumerate(names):
@@ -155,12 +192,15 @@ def _plan_component(
     if config.mode == "module" and is_split(one.module):
         return _plan_split(one)
     lists = block_lists(one, plan)
-    sequences = _distinct([blocks_at(one, path, where) for path, where in lists])
-    guessed = [path for path, where in lists if where.endswith("by structure")]
+    guessed = [path for path, where in lists if where.endswith(BY_STRUCTURE)]
+    found = [(path, blocks_at(one, path, where)) for path, where in lists]
+    sequences = _distinct([divided(one, blocks) if path in guessed else blocks for path, blocks in found])
     if guessed:
         notices.append(f"{one.path}: blocks found by structure in {', '.join(guessed)}")
+    tables = large_tables(one, sequences, plan)
+    host_tables = tuple(table for table in tables if table.stays_on_host)
     if config.mode == "module":
-        return ComponentPlan(one.path, one.role, one.module, SWAPPED, tuple(sequences))
+        return ComponentPlan(one.path, one.role, one.module, SWAPPED, tuple(sequences), host_tables=host_tables)
     if not sequences:
         attribute = "block_attrs" if one.role == DIT else "encoder_block_attrs"
         seen = lists_in(one)
@@ -177,14 +217,16 @@ def _plan_component(
             "layerwise offload saves little here; mode='module' moves it as a whole"
         )
     options = selected[one.path]
-    sequences += [(table,) for table in large_tables(one, sequences, plan)]
+    sequences += [(table,) for table in tables if not table.stays_on_host]
     count = sum(len(sequence) for sequence in sequences)
     if options.resident_layers >= count:
         raise OffloadConfigError(
             f"{describe(f'layer_options.{one.path}.resident_layers', options.resident_layers)} leaves nothing to "
             f"stream: {one.path} has {count} units. Leave it out of components to keep all of it on the device."
         )
-    return ComponentPlan(one.path, one.role, one.module, STREAMED, tuple(sequences), options=options)
+    return ComponentPlan(
+        one.path, one.role, one.module, STREAMED, tuple(sequences), options=options, host_tables=host_tables
+    )
 
 
 def _distinct(sequences: Sequence[tuple[UnitPlan, ...]]) -> list[tuple[UnitPlan, ...]]:
@@ -240,7 +282,11 @@ def _plan_split(one: Component) -> ComponentPlan:
 def _without_shared_units(component: ComponentPlan, shared: Sequence[torch.Tensor]) -> ComponentPlan:
     """The component without the units that consist of shared tensors alone: there is nothing in them to move."""
     ids = {id(tensor) for tensor in shared}
-    empty = {u.name for u in component.units if all(id(tensor) in ids for _, tensor in own_tensors(walk(u.modules)))}
+    empty = {
+        unit.name
+        for unit in component.all_units
+        if all(id(tensor) in ids for _, tensor in own_tensors(walk(unit.modules)))
+    }
     return component.without(empty)
 
 
@@ -251,8 +297,8 @@ def _shared_tensors(
     holders: dict[int, set[tuple[str, int]]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for component in components:
-        stop = [module for unit in component.units for module in unit.modules]
-        groups = [walk(unit.modules) for unit in component.units] + [walk([component.module], stop)]
+        stop = [module for unit in component.all_units for module in unit.modules]
+        groups = [walk(unit.modules) for unit in component.all_units] + [walk([component.module], stop)]
         for number, modules in enumerate(groups):
             for _, tensor in own_tensors(modules):
                 tensors[id(tensor)] = tensor

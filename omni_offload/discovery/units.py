@@ -6,29 +6,45 @@ Reads structure and declarations; moves nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from ..declarations import BLOCK_LISTS
+from ..engine.entries import gathers_rows
 from ..engine.unit import own_tensors, walk
 from ..errors import OffloadConfigError, describe, quoted
 from ..plan import OffloadPlan
 from .components import DIT, Component
 
 # A list of blocks found by structure has to hold this share of the component's bytes to be worth a copy per block; all
-# lists together have to hold most of the component.
+# lists together have to hold most of the component, tables of embeddings aside.
 _SMALLEST_LIST = 0.02
 _SMALLEST_COVERAGE = 0.5
+
+# A stage of a U-Net is a block that holds lists of blocks and next to nothing else, and a large part of the component.
+_LARGEST_BLOCK = 1 / 16
+_STAGE_COVERAGE = 0.9
+
+BY_STRUCTURE = "by structure"
 
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """Modules whose tensors will stream together: a block, or a large table (`large`)."""
+    """Modules whose tensors will stream together: a block, or a large table (`large`).
+
+    `tables` are those of the modules whose rows are gathered on the host. Where all are, nothing of the unit streams.
+    """
 
     name: str
     modules: tuple[nn.Module, ...]
     large: bool = False
+    tables: tuple[nn.Module, ...] = ()
+
+    @property
+    def stays_on_host(self) -> bool:
+        """Whether it never goes to the device as a whole."""
+        return len(self.tables) == len(self.modules)
 
 
 def tensor_bytes(modules: Iterable[nn.Module]) -> int:
@@ -79,12 +95,12 @@ def _outermost_lists(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def _shares(component: Component) -> dict[str, float]:
-    """Path -> share of the component's bytes, for its outermost lists."""
-    total = tensor_bytes([component.module])
-    return {
-        path: tensor_bytes([component.module.get_submodule(path)]) / max(total, 1)
-        for path in _outermost_lists(component.module)
-    }
+    """Path -> share of the component's bytes without embedding tables, for its outermost lists."""
+    lists = {path: component.module.get_submodule(path) for path in _outermost_lists(component.module)}
+    outside = walk([component.module], list(lists.values()))
+    tables = tensor_bytes(module for module in outside if isinstance(module, nn.Embedding))
+    total = tensor_bytes([component.module]) - tables
+    return {path: tensor_bytes([module]) / max(total, 1) for path, module in lists.items()}
 
 
 def lists_in(component: Component) -> str:
@@ -98,6 +114,35 @@ def _lists_by_structure(component: Component) -> list[str]:
     shares = _shares(component)
     kept = [path for path, share in shares.items() if share >= _SMALLEST_LIST]
     return kept if sum(shares[path] for path in kept) >= _SMALLEST_COVERAGE else []
+
+
+def divided(component: Component, units: Sequence[UnitPlan]) -> tuple[UnitPlan, ...]:
+    """`units` with every stage of a U-Net replaced by the blocks in its lists, at any depth.
+
+    What the stage has beside them stays on the device. A block that `compile_repeated_blocks` compiles stays whole.
+    """
+    smallest_stage = _LARGEST_BLOCK * tensor_bytes([component.module])
+    repeated = getattr(component.module, "_repeated_blocks", None) or ()
+
+    def parts(unit: UnitPlan) -> Iterator[UnitPlan]:
+        (block,) = unit.modules
+        size = tensor_bytes([block])
+        if size <= smallest_stage or block.__class__.__name__ in repeated:
+            yield unit
+            return
+        inner = [
+            replace(unit, name=f"{unit.name}.{path}.{name}", modules=(child,))
+            for path in _outermost_lists(block)
+            for name, child in _children(block.get_submodule(path))
+            if next(own_tensors(walk([child])), None) is not None
+        ]
+        if len(inner) < 2 or tensor_bytes(part.modules[0] for part in inner) < _STAGE_COVERAGE * size:
+            yield unit
+            return
+        for part in inner:
+            yield from parts(part)
+
+    return tuple(part for unit in units for part in parts(unit))
 
 
 def block_lists(component: Component, plan: OffloadPlan) -> list[tuple[str, str]]:
@@ -120,7 +165,7 @@ def block_lists(component: Component, plan: OffloadPlan) -> list[tuple[str, str]
     present = [path for path in known if _has(component.module, path)]
     if present:
         return [(path, f"{kind.__name__} by name") for path in present]
-    return [(path, f"{kind.__name__} by structure") for path in _lists_by_structure(component)]
+    return [(path, f"{kind.__name__} {BY_STRUCTURE}") for path in _lists_by_structure(component)]
 
 
 def _has(module: nn.Module, path: str) -> bool:
@@ -164,7 +209,13 @@ def large_tables(
         else:
             groups.append(([path], [module], weights))
     return tuple(
-        UnitPlan(f"{component.path}.{'+'.join(paths)}", tuple(modules), large=True) for paths, modules, _ in groups
+        UnitPlan(
+            f"{component.path}.{'+'.join(paths)}",
+            tuple(modules),
+            large=True,
+            tables=tuple(module for module in modules if gathers_rows(module)),
+        )
+        for paths, modules, _ in groups
     )
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 import torch
@@ -189,6 +190,13 @@ class Streamer:
         """A forward wrote to tensors of the unit (running statistics, say): keep that."""
         unit.write_back(indices)
         self.window.drop(unit)
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """While the body reads parked weights, no other thread makes them show the device."""
+        with self._lock:
+            self._admit()
+            yield
 
     # --- around a component ----------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..discovery import ComponentPlan, UnitPlan
-from ..engine.entries import BlockEntry, attach_block, attach_child, detach, entry_of
+from ..engine.entries import BlockEntry, TableEntry, attach_block, attach_child, attach_table, detach, entry_of
 from ..engine.streamer import Group
 from ..engine.unit import Shell, Unit, is_plain, move, own_tensors, walk
 from ..errors import OffloadStateError
@@ -27,6 +27,7 @@ class ManagedComponent:
         self.offload = offload
         self.plan = plan
         self.units: list[Unit] = []
+        self.tables: list[Unit] = []
         self.shell: Shell | Unit | None = None
         self.group: Group | None = None
         self.parts: dict[str, Group] = {}
@@ -35,8 +36,8 @@ class ManagedComponent:
 
     @property
     def all_units(self) -> list[Unit]:
-        """Its units, and its shell where that is one."""
-        return [*self.units, *([self.shell] if isinstance(self.shell, Unit) else [])]
+        """Its units, tables on the host, and its shell where that is a unit."""
+        return [*self.units, *self.tables, *([self.shell] if isinstance(self.shell, Unit) else [])]
 
     def attach(self, plan: UnitPlan, unit: Unit) -> None:
         """Make the modules of `unit`, and what is inside them, acquire it."""
@@ -44,6 +45,10 @@ class ManagedComponent:
         for module in plan.modules:
             plain = module.__class__.forward
             self.attached.append(module)
+            if any(module is table for table in plan.tables):
+                attach_table(module, TableEntry(streamer, unit))
+                point_hooks_at(module, type(module).forward, (plain,))
+                continue
             attach_block(module, BlockEntry(streamer, unit, acquires_in_forward))
             point_hooks_at(module, type(module).forward, (plain,))
             for child in _callable_children(module):

@@ -37,7 +37,8 @@ class LayerwiseOffload(Offload):
                 units.append(unit)
             self._sequences.append((kept, units))
             streamed += kept
-        modules = [module for unit in streamed for module in unit.modules]
+        tables = self._build_tables(component)
+        modules = [module for unit in streamed for module in unit.modules] + tables
         shared = {id(tensor) for tensor in self.plan.shared}
         extra = [tensor for _, tensor in own_tensors(walk(modules)) if id(tensor) in shared]
         component.shell = Shell(plan.path, [plan.module], self.plan.device, stop=modules, extra=extra)
@@ -52,6 +53,8 @@ class LayerwiseOffload(Offload):
             for plan, unit in zip(plans, units, strict=True):
                 by_unit[unit].attach(plan, unit)
         self._sequences.clear()
+        for component in self.components:
+            self._attach_tables(component)
 
     def _home(self, unit: Unit) -> Shell:
         shell = next(component.shell for component in self.components if unit in component.units)

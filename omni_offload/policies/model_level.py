@@ -23,7 +23,7 @@ class ModelLevelOffload(Offload):
 
     def _build_component(self, component: ManagedComponent) -> None:
         plan = component.plan
-        modules = [module for unit in plan.units for module in unit.modules]
+        modules = [module for unit in plan.units for module in unit.modules] + self._build_tables(component)
         common = {id(tensor) for tensor in self.plan.shared_across}
         inside = {id(tensor) for tensor in self.plan.shared} - common
         for unit_plan in plan.units:
@@ -58,7 +58,8 @@ class ModelLevelOffload(Offload):
         for component in self.components:
             for plan, unit in zip(component.plan.units, component.units, strict=True):
                 component.attach(plan, unit)
-            blocks = [module for unit in component.plan.units for module in unit.modules]
+            self._attach_tables(component)
+            blocks = [module for unit in component.plan.all_units for module in unit.modules]
             # A module that another component has too is resident, and would bring the wrong one.
             others = [other.plan.module for other in self.components if other is not component]
             left_alone = {id(module) for module in (*blocks, *walk(others))}

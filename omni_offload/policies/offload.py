@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..declarations import MUTATORS, REFUSED
 from ..discovery import (
@@ -100,13 +101,13 @@ class Offload(ABC):
             pin=self.plan.config.pin_memory is not False,
             settle=self._transfer.settle,
         )
+        self._pageable = HostAllocator(device, registrar=None, pin=False, settle=self._transfer.settle)
         for plan in self.plan.components:
             if plan.placement != STAYS:
                 component = ManagedComponent(self, plan)
                 self.components.append(component)
-                attach_root(
-                    plan.module, component, MUTATORS, REFUSED
-                )  # first: through it an interrupted build is found
+                # First: through it an interrupted build is found.
+                attach_root(plan.module, component, MUTATORS, REFUSED)
         # Units leave the device, if they were there, before anything is brought to it.
         for component in self.components:
             self._build_component(component)
@@ -133,7 +134,19 @@ class Offload(ABC):
         """Make the streamer and attach the blocks."""
 
     def _unit(self, plan: UnitPlan, **options: Any) -> Unit:
-        return Unit(plan.name, plan.modules, self._allocator, excluded=self.plan.shared, **options)
+        allocator = self._pageable if plan.stays_on_host else self._allocator
+        return Unit(plan.name, plan.modules, allocator, excluded=self.plan.shared, **options)
+
+    def _build_tables(self, component: ManagedComponent) -> list[nn.Module]:
+        """Make the units of the tables that stay on the host; returns their modules."""
+        for plan in component.plan.host_tables:
+            component.tables.append(self._unit(plan))
+        return [module for plan in component.plan.host_tables for module in plan.modules]
+
+    @staticmethod
+    def _attach_tables(component: ManagedComponent) -> None:
+        for plan, unit in zip(component.plan.host_tables, component.tables, strict=True):
+            component.attach(plan, unit)
 
     # --- undoing ---------------------------------------------------------------------------------------------
 
@@ -287,10 +300,12 @@ class Offload(ABC):
             return
         modules = list(walk([component.plan.module]))
         present = {id(module) for module in modules}
-        gone = [unit for unit in component.units if not any(id(root) in present for root in unit.roots)]
+        managed = [*component.units, *component.tables]
+        gone = [unit for unit in managed if not any(id(root) in present for root in unit.roots)]
         if gone:
             self.streamer.forget(gone)
             component.units = [unit for unit in component.units if unit not in gone]
+            component.tables = [unit for unit in component.tables if unit not in gone]
             for module in [module for module in component.attached if id(module) not in present]:
                 detach(module)
                 component.attached.remove(module)
@@ -343,7 +358,7 @@ class Offload(ABC):
                 entries.append(self._entry(plan, [], size))
                 continue
             resident = component.shell.nbytes if isinstance(component.shell, Shell) else 0
-            entries.append(self._entry(plan, component.all_units, resident))
+            entries.append(self._entry(plan, component.all_units, resident, component.tables))
         window = self.streamer.window
         notices = list(self.plan.notices)
         if self._allocator.refusal is not None:
@@ -369,14 +384,17 @@ class Offload(ABC):
         """Device bytes of the window between calls."""
 
     @staticmethod
-    def _entry(plan: ComponentPlan, units: Sequence[Unit], resident: int) -> ComponentReport:
+    def _entry(
+        plan: ComponentPlan, units: Sequence[Unit], resident: int, tables: Sequence[Unit] = ()
+    ) -> ComponentReport:
+        coming = [unit for unit in units if unit not in tables]
         return ComponentReport(
             path=plan.path,
             role=plan.role,
             class_name=plan.module.__class__.__name__,
             placement=plan.placement,
-            units=len(units),
-            streamed_bytes=sum(tensor.nbytes for unit in units for tensor in unit.tensors),
+            units=len(coming),
+            streamed_bytes=sum(tensor.nbytes for unit in coming for tensor in unit.tensors),
             resident_bytes=resident,
             host_bytes=sum(unit.nbytes for unit in units),
             pinned_bytes=sum(unit.nbytes for unit in units if unit.store.kind == PINNED),
