@@ -22,6 +22,12 @@ BLOCK_LISTS: Mapping[str, tuple[str, ...]] = {
     "UMT5EncoderModel": ("encoder.block",),
 }
 
+# Class name -> modules inside a block, deeper than its children, that the model calls from outside of that block.
+OUTSIDE_CALLS: Mapping[str, tuple[str, ...]] = {
+    "DiTTransformer2DModel": ("transformer_blocks.0.norm1.emb",),
+    "Transformer2DModel": ("transformer_blocks.0.norm1.emb",),
+}
+
 _TEXT = OffloadPlan(encoder_component_types={"text_encoder": "text_encoder"})
 _TEXT_AND_IMAGE = OffloadPlan(
     encoder_component_types={"text_encoder": "text_encoder", "image_encoder": "image_encoder"}
@@ -87,6 +93,12 @@ ROLE_OF_CLASS: Mapping[str, str] = {
     "vae": r"Autoencoder|VQModel|VAE",
     "image_encoder": r"Vision|Image\w*Encoder",
     "text_encoder": r"Text\w*Model|ForCausalLM|EncoderModel|ForConditionalGeneration",
+}
+
+# Class name of a parameter -> why its weights cannot come and go.
+UNSERVED_WEIGHTS: Mapping[str, str] = {
+    "Int8Params": "its layer moves data and scales into a state of its own at the first call",
+    "DTensor": "a share of it is on each device",
 }
 
 # Methods of a component that would put another offloading beside ours.

@@ -18,7 +18,7 @@ __all__ = ["ENCODER_CATEGORIES", "EncoderCategory", "OffloadPlan", "SupportsComp
 EncoderCategory = Literal["text_encoder", "image_encoder"]
 ENCODER_CATEGORIES = ("text_encoder", "image_encoder")
 
-_PATH_LISTS = ("encoder_block_attrs", "block_attrs", "offload_submodules")
+_PATH_LISTS = ("encoder_block_attrs", "block_attrs", "offload_submodules", "outside_calls")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,9 @@ class OffloadPlan:
         offload_submodules (`Mapping[str, Sequence[str]]`, defaults to `{}`):
             Component path to the paths of single modules inside it that stream as units of their own, such as
             a large embedding table.
+        outside_calls (`Mapping[str, Sequence[str]]`, defaults to `{}`):
+            Component path to the paths of modules inside its blocks that are called from outside of their block,
+            such as `blocks.0.norm1.emb`. A block's children need not be named.
 
     Raises:
         [`OffloadConfigError`]: A value is of the wrong type, empty, doubled or no path; a category is
@@ -49,6 +52,7 @@ class OffloadPlan:
     encoder_block_attrs: Mapping[str, Sequence[str]] = field(default_factory=FrozenMapping)
     block_attrs: Mapping[str, Sequence[str]] = field(default_factory=FrozenMapping)
     offload_submodules: Mapping[str, Sequence[str]] = field(default_factory=FrozenMapping)
+    outside_calls: Mapping[str, Sequence[str]] = field(default_factory=FrozenMapping)
 
     def __post_init__(self) -> None:
         types = checked_mapping("encoder_component_types", self.encoder_component_types)

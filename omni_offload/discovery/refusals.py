@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..declarations import UNSERVED_WEIGHTS
 from ..errors import OffloadConfigError, not_one_of, quoted
 from ..plan import OffloadPlan
 from .components import DIT, ENCODERS, Component, declared_list, has_encoder_list
@@ -17,7 +18,13 @@ def refuse_unknown_paths(pipeline: Any, plan: OffloadPlan, found: Sequence[Compo
     """Refuse declarations for components that the pipeline neither has nor declares as optional."""
     declared = [path for kind in ("dit", "encoder") for path in declared_list(pipeline, f"_{kind}_modules")]
     paths = list(dict.fromkeys([*(one.path for one in found), *declared]))
-    for attribute in ("encoder_component_types", "encoder_block_attrs", "block_attrs", "offload_submodules"):
+    for attribute in (
+        "encoder_component_types",
+        "encoder_block_attrs",
+        "block_attrs",
+        "offload_submodules",
+        "outside_calls",
+    ):
         for path in getattr(plan, attribute):
             if path not in paths:
                 raise not_one_of(
@@ -81,3 +88,13 @@ def refuse_foreign_offload(pipeline: Any, found: Sequence[Component]) -> None:
                     raise OffloadConfigError(
                         f"{one.path} holds sharded parameters (DTensor), which are not served; load it unsharded."
                     )
+
+
+def refuse_unserved(tensor: torch.Tensor, where: str) -> None:
+    """Refuse quantised weights of a kind that is known not to survive coming and going."""
+    kind = type(tensor)
+    if kind.__name__ in UNSERVED_WEIGHTS:
+        raise OffloadConfigError(
+            f"{where} is a {kind.__module__}.{kind.__qualname__}, which cannot be offloaded: "
+            f"{UNSERVED_WEIGHTS[kind.__name__]}. Leave its component out of `components`, or quantise it otherwise."
+        )

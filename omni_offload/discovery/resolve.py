@@ -27,12 +27,13 @@ from .components import (
     find_components,
     unwrapped,
 )
-from .refusals import refuse_foreign_offload, refuse_unknown_paths, refuse_without_exclusion
+from .refusals import refuse_foreign_offload, refuse_unknown_paths, refuse_unserved, refuse_without_exclusion
 from .units import (
     BY_STRUCTURE,
     UnitPlan,
     block_lists,
     blocks_at,
+    called_outside,
     divided,
     is_split,
     large_tables,
@@ -53,7 +54,8 @@ class ComponentPlan:
     """What is to become of one component.
 
     `sequences` holds its units, list by list, in declared order; `parts` their division in a split module;
-    `host_tables` the embedding tables that stay on the host.
+    `host_tables` the embedding tables that stay on the host; `outside_calls` modules inside blocks that are called from
+    outside.
     """
 
     path: str
@@ -64,6 +66,7 @@ class ComponentPlan:
     parts: Mapping[str, tuple[UnitPlan, ...]] = field(default_factory=dict)
     options: LayerOptions = field(default_factory=LayerOptions)
     host_tables: tuple[UnitPlan, ...] = ()
+    outside_calls: tuple[nn.Module, ...] = ()
 
     def without(self, names: set[str]) -> ComponentPlan:
         """The component without the units of these names."""
@@ -167,8 +170,10 @@ def resolve(pipeline: Any, config: OffloadConfig, device: torch.device, *, all_s
         if component.placement != STAYS:
             for path, module in component.module.named_modules():
                 for name, tensor in own_tensors([module]):
-                    where = ".".join(filter(None, (path, name)))
-                    refuse_unmanageable(tensor, f"{component.path} ({component.module.__class__.__name__}): {where}")
+                    where = f"{component.path} ({component.module.__class__.__name__}): "
+                    where += ".".join(filter(None, (path, name)))
+                    refuse_unserved(tensor, where)
+                    refuse_unmanageable(tensor, where)
     children = tuple(unwrapped(module) for module in components_of(pipeline).values())
     return ResolvedPlan(
         type(pipeline).__name__,
@@ -199,8 +204,17 @@ def _plan_component(
         notices.append(f"{one.path}: blocks found by structure in {', '.join(guessed)}")
     tables = large_tables(one, sequences, plan)
     host_tables = tuple(table for table in tables if table.stays_on_host)
+    outside = called_outside(one, plan)
     if config.mode == "module":
-        return ComponentPlan(one.path, one.role, one.module, SWAPPED, tuple(sequences), host_tables=host_tables)
+        return ComponentPlan(
+            one.path,
+            one.role,
+            one.module,
+            SWAPPED,
+            tuple(sequences),
+            host_tables=host_tables,
+            outside_calls=outside,
+        )
     if not sequences:
         attribute = "block_attrs" if one.role == DIT else "encoder_block_attrs"
         seen = lists_in(one)
@@ -225,7 +239,14 @@ def _plan_component(
             f"stream: {one.path} has {count} units. Leave it out of components to keep all of it on the device."
         )
     return ComponentPlan(
-        one.path, one.role, one.module, STREAMED, tuple(sequences), options=options, host_tables=host_tables
+        one.path,
+        one.role,
+        one.module,
+        STREAMED,
+        tuple(sequences),
+        options=options,
+        host_tables=host_tables,
+        outside_calls=outside,
     )
 
 

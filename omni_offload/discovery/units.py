@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from ..declarations import BLOCK_LISTS
+from ..declarations import BLOCK_LISTS, OUTSIDE_CALLS
 from ..engine.entries import gathers_rows
 from ..engine.unit import own_tensors, walk
 from ..errors import OffloadConfigError, describe, quoted
@@ -217,6 +217,21 @@ def large_tables(
         )
         for paths, modules, _ in groups
     )
+
+
+def called_outside(component: Component, plan: OffloadPlan) -> tuple[nn.Module, ...]:
+    """Modules deep inside blocks that are called from outside of their block: declared, or known by class name."""
+    declared = plan.outside_calls.get(component.path, ())
+    known = OUTSIDE_CALLS.get(component.module.__class__.__name__, ())
+    found = []
+    for path in (*declared, *known):
+        try:
+            found.append(component.module.get_submodule(path))
+        except AttributeError:
+            if path in declared:
+                where = f"_offload_plan.outside_calls[{component.path!r}]"
+                raise OffloadConfigError(f"{describe(where, path)}: {component.path} has no such module") from None
+    return tuple(found)
 
 
 def is_split(module: nn.Module) -> bool:

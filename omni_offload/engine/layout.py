@@ -33,9 +33,16 @@ def extent(tensor: torch.Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def bare(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor` as an ordinary tensor, whatever a class of its own would make of being asked."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.detach()
+
+
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of `tensor` as a 1-D tensor of its dtype, so that it is copied as it lies, whatever its strides."""
-    return tensor.detach().as_strided((extent(tensor),), (1,))
+    plain = bare(tensor)
+    return plain.as_strided((extent(plain),), (1,))
 
 
 def inference_twin(view: torch.Tensor) -> torch.Tensor:
@@ -59,7 +66,7 @@ class Layout:
     @classmethod
     def of(cls, tensors: Sequence[torch.Tensor]) -> Layout:
         fields, end = [], 0
-        for tensor in tensors:
+        for tensor in map(bare, tensors):
             nbytes = extent(tensor) * tensor.element_size()
             fields.append(Field(end, nbytes, tuple(tensor.shape), tensor.stride(), tensor.dtype))
             end += -(-nbytes // ALIGNMENT) * ALIGNMENT

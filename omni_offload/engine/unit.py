@@ -24,9 +24,11 @@ from operator import attrgetter
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import OffloadConfigError
-from .layout import Layout, inference_twin
+from .layout import Layout, bare, inference_twin
 from .stores import HostAllocator, return_freed_memory
 from .transfer import Slot
 
@@ -52,19 +54,55 @@ def walk(roots: Iterable[nn.Module], stop: Iterable[nn.Module] = ()) -> Iterator
 
 
 def own_tensors(modules: Iterable[nn.Module]) -> Iterator[tuple[str, torch.Tensor]]:
-    """`(name, tensor)` of every parameter and buffer held by `modules` themselves, each tensor once."""
+    """`(name, tensor)` of everything that holds bytes of `modules` themselves, each tensor once.
+
+    That is their parameters and buffers, and for quantised ones the tensors that those consist of (see `leaves`).
+    """
     seen: set[int] = set()
     for module in modules:
         for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield name, tensor
+            for name, whole in held.items():
+                if whole is None:
+                    continue
+                for tensor in (whole,) if type(whole) in _PLAIN_TYPES else leaves(whole):
+                    if id(tensor) not in seen:
+                        seen.add(id(tensor))
+                        yield name, tensor
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of torch's own classes, so that its bytes are all there is to it."""
     return type(tensor) in _PLAIN_TYPES
+
+
+def leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The tensors whose bytes `tensor` consists of: itself, or data, scales and the like of a quantised one.
+
+    They are the objects that its operators read, so pointing their `data` elsewhere moves the whole.
+    """
+    if is_plain(tensor):
+        yield tensor
+    elif is_traceable_wrapper_subclass(tensor):  # torchao, quanto: nothing but tensors of other classes
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from leaves(getattr(tensor, name))
+    else:  # bitsandbytes, GGUF: a parameter with bytes of its own, and perhaps a state with more tensors
+        yield tensor
+        yield from _tensors_beside(tensor, type(tensor).__module__.partition(".")[0])
+
+
+def _tensors_beside(value: object, package: str) -> Iterator[torch.Tensor]:
+    for beside in vars(value).values():
+        if isinstance(beside, torch.Tensor):
+            yield from leaves(beside)
+        elif isinstance(beside, nn.Module) or type(beside).__module__.partition(".")[0] != package:
+            continue
+        elif hasattr(beside, "__dict__"):
+            yield from _tensors_beside(beside, package)
+
+
+def is_parameter_with_more(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is of a Parameter class that others derived, with ordinary memory of its own."""
+    return isinstance(tensor, nn.Parameter) and issubclass(type(tensor), nn.Parameter) and not is_lazy(tensor)
 
 
 def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -81,8 +119,8 @@ def refuse_unmanageable(tensor: torch.Tensor, where: str) -> None:
     """Raise `OffloadConfigError` for a tensor whose bytes the engine cannot move by a flat copy."""
     kind = type(tensor)
     reason = None
-    if not is_plain(tensor):
-        reason = f"is a {kind.__module__}.{kind.__qualname__}, a tensor subclass (quantised or sharded weights)"
+    if not is_plain(tensor) and not is_parameter_with_more(tensor):
+        reason = f"is a {kind.__module__}.{kind.__qualname__}, a tensor subclass that is not known"
     elif tensor.is_meta:
         reason = "is on the meta device and has no data"
     elif tensor.layout != torch.strided:
@@ -127,6 +165,9 @@ class Members:
         self._held = [d for m in self._modules for d in (m._modules, m._parameters, m._buffers)]
         self._sizes = list(map(len, self._held))
         self._filled = [d for d in self._held if d]
+        self._composed = [
+            t for d in self._filled for t in d.values() if isinstance(t, torch.Tensor) and not is_plain(t)
+        ]
         self._ids = self._current_ids()
         excluded = {id(t) for t in self._excluded}
         found = own_tensors(self._modules)
@@ -139,7 +180,8 @@ class Members:
                 self.tensors.append(tensor)
 
     def _current_ids(self) -> list[int]:
-        return list(map(id, chain.from_iterable([d.values() for d in self._filled])))
+        ids = list(map(id, chain.from_iterable([d.values() for d in self._filled])))
+        return [*ids, *(id(leaf) for tensor in self._composed for leaf in leaves(tensor))] if self._composed else ids
 
     def restructured(self) -> bool:
         """Whether a module, parameter or buffer has come, gone or been replaced since the last scan."""
@@ -214,7 +256,7 @@ def move(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Move the data of `tensors` to `device` one by one; the tensor objects stay."""
     for tensor in tensors:
         if tensor.device != device:
-            with torch.inference_mode(tensor.is_inference()):
+            with torch.inference_mode(tensor.is_inference()), torch._C.DisableTorchFunctionSubclass():
                 tensor.data = tensor.detach().to(device)
 
 
@@ -363,7 +405,7 @@ class Unit(Members):
         for tensor in self.tensors:
             i = own.get(id(tensor), -1)
             ours = i >= 0 and i not in written and shows[i]
-            sources.append(old.views[i] if ours else tensor.detach())
+            sources.append(old.views[i] if ours else bare(tensor))
         in_place = not self.on_device and all(own.get(id(t), i) == i for i, t in enumerate(self.tensors))
         if in_place and Layout.of(sources) == old.layout:
             with torch.inference_mode(False), torch.no_grad():

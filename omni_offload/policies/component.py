@@ -12,7 +12,7 @@ from torch import nn
 from ..discovery import ComponentPlan, UnitPlan
 from ..engine.entries import BlockEntry, TableEntry, attach_block, attach_child, attach_table, detach, entry_of
 from ..engine.streamer import Group
-from ..engine.unit import Shell, Unit, is_plain, move, own_tensors, walk
+from ..engine.unit import Shell, Unit, is_parameter_with_more, is_plain, move, own_tensors, walk
 from ..errors import OffloadStateError
 from .interop import acquires_in_forward, point_hooks_at
 
@@ -52,9 +52,15 @@ class ManagedComponent:
             attach_block(module, BlockEntry(streamer, unit, acquires_in_forward))
             point_hooks_at(module, type(module).forward, (plain,))
             for child in _callable_children(module):
-                if entry_of(child) is None:
-                    self.attached.append(child)
-                    attach_child(child, BlockEntry(streamer, unit))
+                self._attach_child(child, unit)
+            outside = {id(one) for one in self.plan.outside_calls}
+            for inner in [inner for inner in walk([module]) if id(inner) in outside] if outside else []:
+                self._attach_child(inner, unit)
+
+    def _attach_child(self, module: nn.Module, unit: Unit) -> None:
+        if entry_of(module) is None:
+            self.attached.append(module)
+            attach_child(module, BlockEntry(self.offload.streamer, unit))
 
     def make_plain(self) -> None:
         """Give blocks and what is inside them their classes back, and let the weights be ordinary host memory."""
@@ -67,7 +73,8 @@ class ManagedComponent:
         # Whatever a failed or interrupted build had not parked yet. A shell that stays is brought back by its owner.
         stays = {id(tensor) for tensor in self.shell.tensors} if isinstance(self.shell, Shell) else set()
         tensors = [tensor for _, tensor in own_tensors(walk([self.plan.module])) if id(tensor) not in stays]
-        move((t for t in tensors if is_plain(t) and not t.is_meta), torch.device("cpu"))
+        ordinary = (t for t in tensors if (is_plain(t) or is_parameter_with_more(t)) and not t.is_meta)
+        move(ordinary, torch.device("cpu"))
 
     def enter(self, frame: FrameType) -> None:
         self.offload.streamer.enter(self.plan.path, self.group, frame)
@@ -127,8 +134,8 @@ def _callable_children(block: nn.Module) -> Iterator[nn.Module]:
 
 def relocate(module: nn.Module, device: torch.device) -> None:
     """Move a component that stays. One with weights of a kind of its own (quantised, say) does so itself."""
-    tensors = [tensor for _, tensor in own_tensors(walk([module]))]
-    if all(is_plain(tensor) for tensor in tensors):
-        move(tensors, device)
+    held = [tensor for part in walk([module]) for kind in (part._parameters, part._buffers) for tensor in kind.values()]
+    if all(tensor is None or is_plain(tensor) for tensor in held):
+        move((tensor for _, tensor in own_tensors(walk([module]))), device)
     else:
         module.to(device)

@@ -1,4 +1,4 @@
-"""A large embedding table stays on the host: the rows that a call asks for are gathered there, and they alone travel."""
+"""A large embedding table stays on the host: rows that a call asks for are gathered there, and they alone travel."""
 
 from __future__ import annotations
 

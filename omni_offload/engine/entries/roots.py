@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any, Protocol
 
 import torch
@@ -134,11 +135,48 @@ def _root_subclass(original: Any, plain_forward: Any, mutators: tuple[str, ...],
         finally:
             entry.root.leave()
 
-    calls = {name: _parked(original, name) for name in mutators if hasattr(original, name)}
+    calls = {name: _entered(original, name) for name in _own_methods(original)}
+    calls |= {name: _parked(original, name) for name in mutators if hasattr(original, name)}
     calls |= {name: _refused(original, name) for name in refused if hasattr(original, name)}
     derive = functools.partial(_root_class, mutators=mutators, refused=refused)
     meta: Any = type(original)
     return subclass(original, _RootMethods, derive, _root_meta(meta), forward=forward, **calls)
+
+
+_FRAMEWORK = ("Module", "ModelMixin", "PreTrainedModel")
+_ABOUT_THE_MODEL = re.compile(
+    r"_|(set|enable|disable|fuse|unfuse|add|load|save|reset|init|register|from|tie|compile|freeze)(_|$)"
+)
+
+
+def _own_methods(original: Any) -> list[str]:
+    """Public methods, besides `forward`, that a model's own classes define and that may compute with its weights.
+
+    Not what a framework's base class has too (`get_input_embeddings`), nor what changes the model or its settings.
+    """
+    bases = [cls for cls in original.__mro__ if issubclass(cls, nn.Module)]
+    framework = [cls for cls in bases if cls.__name__ in _FRAMEWORK]
+    own = [cls for cls in bases if cls not in framework and cls is not PlainCopies]
+    names = {name for cls in own for name, value in cls.__dict__.items() if isinstance(value, FunctionType)}
+    inherited = {name for cls in framework for name in dir(cls)}
+    return sorted(name for name in names - inherited - {"forward"} if not _ABOUT_THE_MODEL.match(name))
+
+
+def _entered(original: Any, name: str) -> Callable[..., Any]:
+    """Method `name`, which may be called before any forward and finds the component's weights where it computes."""
+
+    @functools.wraps(getattr(original, name))
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        entry = self.__dict__.get(ENTRY)
+        if torch.compiler.is_compiling() or entry is None or entry.root.runs_here():
+            return getattr(original, name)(self, *args, **kwargs)
+        entry.root.enter(sys._getframe())
+        try:
+            return getattr(original, name)(self, *args, **kwargs)
+        finally:
+            entry.root.leave()
+
+    return call
 
 
 def _parked(original: Any, name: str) -> Callable[..., Any]:
