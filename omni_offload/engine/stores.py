@@ -17,6 +17,7 @@ import torch
 
 from .layout import Layout, flat, shaped
 from .pinning import PinRefused, Registrar
+from .process import Process
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ class HostStore:
         address = self.bytes.data_ptr()
         # The memory rides along in the arguments: it may not go before it is unlocked, nor be unlocked in mid-copy.
         # First the finalizer, then the lock: unlocking what an interrupt left unlocked is harmless.
-        self._unlock = weakref.finalize(self, _unlock, registrar, address, settle, self._memory)
+        self._unlock = weakref.finalize(self, _unlock, Process(), registrar, address, settle, self._memory)
         try:
             registrar.register(address, self.nbytes)
         except PinRefused:
@@ -77,9 +78,10 @@ class HostStore:
         self.kind = PINNED
 
 
-def _unlock(registrar: Registrar, address: int, settle: Callable[[], None], memory: object) -> None:
-    settle()
-    registrar.unregister(address)
+def _unlock(process: Process, registrar: Registrar, address: int, settle: Callable[[], None], memory: object) -> None:
+    if process.is_this_one():  # a forked child has inherited the memory, but no lock on it
+        settle()
+        registrar.unregister(address)
     del memory
 
 

@@ -24,6 +24,7 @@ import torch
 
 from ..errors import OffloadStateError
 from .order import Order
+from .process import Process
 from .transfer import Transfer
 from .unit import Shell, Unit
 from .window import StreamingWindow, WholeWindow
@@ -109,6 +110,7 @@ class Streamer:
         self._tokens: list[Token] = []
         self._lock = threading.Condition(threading.RLock())
         self._told_no_grad = False
+        self._process = Process()
         self.window: StreamingWindow | WholeWindow
 
     @property
@@ -134,6 +136,7 @@ class Streamer:
 
     def acquire(self, unit: Unit, frame: FrameType) -> Token:
         """Bring `unit` and point its tensors at the device. Raises what copying or allocating raises, undone."""
+        self._process.require()
         with self._lock:
             if self._tokens:
                 self._admit()
@@ -194,6 +197,7 @@ class Streamer:
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
         """While the body reads parked weights, no other thread makes them show the device."""
+        self._process.require()
         with self._lock:
             self._admit()
             yield
@@ -202,6 +206,7 @@ class Streamer:
 
     def enter(self, name: str, group: Group | None, frame: FrameType) -> None:
         """The component `name` starts. Repairs what an interrupt left, and brings the component's shell in."""
+        self._process.require()
         with self._lock:
             self._admit()
             token = Token(name, None, group, frame)
@@ -270,6 +275,7 @@ class Streamer:
         Raises:
             OffloadStateError: something is computing in this thread; `what` names the caller in the message.
         """
+        self._process.require()
         with self._lock:
             self._admit()
             self._refuse_while_running(what)
@@ -456,6 +462,7 @@ class WholeStreamer(Streamer):
             shell.park()
 
     def rest(self, what: str = "parking the weights") -> None:
+        self._process.require()
         with self._lock:
             self._admit()
             self._refuse_while_running(what)

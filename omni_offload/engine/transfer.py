@@ -192,7 +192,13 @@ class ThreadTransfer:
     def fill(self, slot: Slot, store: HostStore) -> None:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="omni_offload-copy")
-        slot.state = self._last = self._thread.submit(_copy, slot.buffer, store.bytes)
+        try:
+            copying = self._thread.submit(_copy, slot.buffer, store.bytes)
+        except RuntimeError:  # the main thread has ended, this one has not: no executor takes work any more
+            _copy(slot.buffer, store.bytes)
+            copying = Future()
+            copying.set_result(None)
+        slot.state = self._last = copying
         self.copies += 1
         self.copied_bytes += store.nbytes
 

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 
 from .order import Order
+from .process import Process
 from .transfer import Slot, Transfer
 from .unit import Unit
 
@@ -64,7 +65,7 @@ class _Slots:
         self.misses = 0
         self.peak_nbytes = 0
         # A window that is dropped with copies under way gives its memory up as properly as a closed one.
-        weakref.finalize(self, _retire, transfer, self._slots)
+        weakref.finalize(self, _retire, Process(), transfer, self._slots)
 
     @property
     def nbytes(self) -> int:
@@ -102,9 +103,10 @@ class _Slots:
             self._give_up(slot)
 
 
-def _retire(transfer: Transfer, slots: list[Slot]) -> None:
-    for slot in slots:
-        transfer.retire(slot)
+def _retire(process: Process, transfer: Transfer, slots: list[Slot]) -> None:
+    if process.is_this_one():
+        for slot in slots:
+            transfer.retire(slot)
     slots.clear()
 
 
