@@ -24,8 +24,8 @@ class Order:
                 self._next[unit] = following
 
     def observe(self, unit: Unit) -> None:
-        """`unit` is about to compute."""
-        if self._last is not None:
+        """`unit` is about to compute. Again, perhaps: what follows it is another one all the same."""
+        if self._last is not None and self._last is not unit:
             self._next[self._last] = unit
         self._last = unit
 

@@ -49,6 +49,7 @@ class DeviceMemory:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=(SIMULATED, CUDA), default=SIMULATED, help="what to test on")
+    parser.addoption("--write-compatibility", action="store_true", help="write docs/compatibility.md")
 
 
 def pytest_configure(config: pytest.Config) -> None:

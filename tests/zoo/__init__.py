@@ -78,7 +78,8 @@ def case(name: str, arguments: Builder) -> Callable[[Builder], Builder]:
     """Register the decorated builder of components as the case `name`."""
 
     def register(components: Builder) -> Builder:
-        assert name not in CASES, f"two cases are called {name}"
+        if name in CASES:
+            return components
         CASES[name] = Case(name, components, arguments)
         return components
 
@@ -92,7 +93,8 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def module(name: str, cls: Any, seed: int = 0, **config: Any) -> Any:
     """A float32 module `cls(**config)` in eval mode with seeded weights, none of them constant."""
-    return make_module(name, lambda: cls(**config), torch.float32, seed)
+    with torch.no_grad():  # a weight that weight_norm computes could not be copied with its history
+        return make_module(name, lambda: cls(**config), torch.float32, seed)
 
 
 def configured(name: str, cls: Any, config: Any, seed: int = 0) -> Any:

@@ -97,9 +97,11 @@ def clip_image_processor(image: int = 32) -> Any:
     return transformers.CLIPImageProcessorPil(size={"shortest_edge": image}, crop_size=size)
 
 
-def t5_encoder(name: str = "text_encoder", *, width: int = 32, layers: int = 3, cls: Any = None) -> Any:
-    """A `T5EncoderModel` (or `cls`) for `t5_tokenizer()`."""
-    settings = transformers.T5Config(
+def t5_encoder(
+    name: str = "text_encoder", *, width: int = 32, layers: int = 3, cls: Any = None, config: Any = None
+) -> Any:
+    """A `T5EncoderModel`, or `cls` with a `config` of its own, for `t5_tokenizer()`."""
+    settings = (config or transformers.T5Config)(
         vocab_size=len(t5_tokenizer()),
         d_model=width,
         d_kv=8,
