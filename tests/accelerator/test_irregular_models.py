@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -190,7 +191,7 @@ def test_a_module_called_from_outside_its_block_costs_no_other_copy(device: torc
     with torch.no_grad():
         pipe(noise(1, 3, 16).to(device))
     blocks = len(pipe.transformer.transformer_blocks)
-    assert [later - earlier for earlier, later in zip(copies, copies[1:], strict=False)] == [blocks] * 3
+    assert [later - earlier for earlier, later in itertools.pairwise(copies)] == [blocks] * 3
 
 
 class Deep(nn.Module):
