@@ -11,6 +11,9 @@ from .plan import OffloadPlan
 # A class may say so itself in `_layerwise_offload_blocks_attrs`, and a pipeline in its `_offload_plan`; both win.
 BLOCK_LISTS: Mapping[str, tuple[str, ...]] = {
     "ChronoEditTransformer3DModel": ("blocks",),
+    "HunyuanDiT2DModel": ("blocks",),
+    "Lumina2Transformer2DModel": ("context_refiner", "noise_refiner", "layers"),
+    "ZImageTransformer2DModel": ("noise_refiner", "context_refiner", "siglip_refiner", "layers"),
     "Flux2Transformer2DModel": ("transformer_blocks", "single_transformer_blocks"),
     "FluxTransformer2DModel": ("transformer_blocks", "single_transformer_blocks"),
     "WanTransformer3DModel": ("blocks",),
