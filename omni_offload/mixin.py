@@ -23,7 +23,15 @@ from .errors import OffloadConfigError, OffloadStateError, describe
 from .plan import OffloadPlan
 from .policies.component import refuse_other_device, relocate
 from .policies.layerwise import LayerwiseOffload
-from .policies.memory import MEMORY, has_memory, offloads_on, remember
+from .policies.memory import (
+    MEMORY,
+    has_memory,
+    note_for_later,
+    offloads_on,
+    owners_beside,
+    remember,
+    to_enable_again,
+)
 from .policies.model_level import ModelLevelOffload
 from .policies.offload import Offload, State
 from .report import OffloadReport
@@ -205,6 +213,7 @@ class OffloadMixin:
             if untold:
                 _told.update((type(self), notice) for notice in untold)
                 logger.warning("%s: %s", type(self).__name__, "; ".join(untold))
+            beside = owners_beside(self, present)
             for offload in present:
                 offload.disable()
             offload = LayerwiseOffload(plan) if config.mode == "layer" else ModelLevelOffload(plan)
@@ -218,6 +227,8 @@ class OffloadMixin:
                         remember(self, again)
                 raise
         remember(self, offload)
+        for owner, wanted, where in beside:
+            note_for_later(owner, wanted, where)
         return offload.report()
 
     def disable_offload(self) -> None:
@@ -225,6 +236,7 @@ class OffloadMixin:
 
         Does nothing where it is off. Afterwards `.to()` works as ever.
         """
+        to_enable_again(self)
         for offload in offloads_on(self):
             offload.disable()
 
@@ -263,7 +275,16 @@ class OffloadMixin:
         for offload in present:
             offload.let_go(self)
         if not present:
-            return None
+            again = to_enable_again(self)
+            if again is None:
+                return None
+            logger.warning(
+                "%s: its offload was turned off when another pipeline with some of its components was offloaded; "
+                "enabling it anew",
+                type(self).__name__,
+            )
+            self.enable_offload(again[0], device=again[1])
+            return offloads_on(self)[0]
         if len(present) == 1 and (present[0].fits(self) or present[0].inside_call()):
             return present[0]
         logger.warning("%s has other components than when offload was enabled; enabling it anew", type(self).__name__)
@@ -486,6 +507,8 @@ def _with_idle_level_behind(call: Callable[..., Any]) -> Callable[..., Any]:
             return call(self, *args, **kwargs)
         finally:
             offload.end_call(token)
+            if not offload.inside_call():
+                offload.let_go(self)  # what a callback has set to None
 
     return wrapper
 

@@ -57,6 +57,11 @@ class HostStore:
         """Copy `source` (any device, the field's dtype, shape and strides) into field `index`."""
         flat(self.views[index]).copy_(flat(source))
 
+    def seen_by_others(self, index: int, ours: int) -> bool:
+        """Whether field `index` has more tensors looking at it than its view and `ours` others."""
+        storage = self.views[index].untyped_storage()  # which counts itself
+        return int(torch._C._storage_Use_Count(storage._cdata)) > 2 + ours
+
     def release(self) -> None:
         """Unlock the memory. It stays readable for as long as somebody holds a view of it."""
         if self._unlock is not None and self.kind == PINNED:

@@ -408,10 +408,16 @@ class Unit(Members):
             sources.append(old.views[i] if ours else bare(tensor))
         in_place = not self.on_device and all(own.get(id(t), i) == i for i, t in enumerate(self.tensors))
         if in_place and Layout.of(sources) == old.layout:
+            foreign = [i for i, source in enumerate(sources) if source.data_ptr() != old.views[i].data_ptr()]
+            twins = [self._host_face[i] is not old.views[i] for i in foreign]
+            # Whoever took a weight out, to put it back later, still looks at its bytes: those are not to be written.
+            in_place = not any(old.seen_by_others(i, twin) for i, twin in zip(foreign, twins, strict=True))
+        else:
+            in_place = False
+        if in_place:
             with torch.inference_mode(False), torch.no_grad():
-                for i, source in enumerate(sources):  # the same places: the memory, locked already, can stay
-                    if source.data_ptr() != old.views[i].data_ptr():
-                        old.fill(i, source)
+                for i in foreign:  # the same places: the memory, locked already, can stay
+                    old.fill(i, sources[i])
         else:
             self.store = self._allocator.store(sources)
         self._adopt_host_face()

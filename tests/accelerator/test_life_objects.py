@@ -39,6 +39,7 @@ from diffusers import (
     WanBlocks,
     WanPipeline,
 )
+from torch import nn
 from zoo import module, parts
 
 from omni_offload import OffloadMixin, OffloadStateError, OffloadWanPipeline, with_offload
@@ -513,7 +514,6 @@ def modular(blocks: Any = None, manager: Any = None, **components: Any) -> Any:
 
 def videos(pipe: Any) -> torch.Tensor:
     arguments = {name: value for name, value in small.call_arguments("wan").items() if name != "guidance_scale"}
-    pipe.scheduler.set_timesteps(1)  # forgets the last call
     return pipe(**arguments, output="videos").cpu()
 
 
@@ -527,7 +527,7 @@ def test_modular_pipeline_is_served(config: dict[str, Any], device: torch.device
     for _ in range(2):
         copies = pipe.offload_report().copies
         assert torch.equal(videos(pipe), expected)
-        assert pipe.offload_report().copies > copies or config is not MODULE
+        assert pipe.offload_report().copies > copies
     assert pipe.device == pipe._execution_device == device
     with pytest.raises(OffloadStateError, match="disable_offload"):
         pipe.to("cpu")
@@ -578,3 +578,137 @@ def test_components_manager_does_not_offload_beside_ours(config: dict[str, Any],
     with pytest.raises(OffloadStateError, match="disable_offload"):
         manager.enable_auto_cpu_offload(device=device)
     assert torch.equal(videos(pipe), expected)
+
+
+# --- weights that are taken out for a while -------------------------------------------------------------------------
+
+
+def scaled(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() * 1.5
+
+
+def exchanged_parameter(pipe: Any) -> Callable[[], None]:
+    """Each of these puts other weights in, and gives what puts the former ones back."""
+    layer = pipe.transformer.blocks[0].attn1.to_v
+    former = layer.weight
+    layer.weight = nn.Parameter(scaled(former))
+
+    def back() -> None:
+        layer.weight = former
+
+    return back
+
+
+def exchanged_data(pipe: Any) -> Callable[[], None]:
+    weight = pipe.transformer.blocks[0].attn1.to_v.weight
+    former = weight.data
+    weight.data = scaled(former)
+
+    def back() -> None:
+        weight.data = former
+
+    return back
+
+
+def swapped_tensors(pipe: Any) -> Callable[[], None]:
+    weight = pipe.transformer.blocks[0].attn1.to_v.weight
+    other = nn.Parameter(scaled(weight))
+    torch.utils.swap_tensors(weight, other)
+    return lambda: torch.utils.swap_tensors(weight, other)
+
+
+def exchanged_layer(pipe: Any) -> Callable[[], None]:
+    attention = pipe.transformer.blocks[1].attn2
+    former = attention.to_k
+    attention.to_k = copy.deepcopy(former)
+    attention.to_k.weight = nn.Parameter(scaled(former.weight))
+
+    def back() -> None:
+        attention.to_k = former
+
+    return back
+
+
+def exchanged_block(pipe: Any) -> Callable[[], None]:
+    blocks = pipe.transformer.blocks
+    former = blocks[1]
+    blocks[1] = copy.deepcopy(blocks[0])
+
+    def back() -> None:
+        blocks[1] = former
+
+    return back
+
+
+def exchanged_state(pipe: Any) -> Callable[[], None]:
+    former = pipe.transformer.state_dict()
+    pipe.transformer.load_state_dict({name: scaled(tensor) for name, tensor in former.items()}, assign=True)
+    return lambda: pipe.transformer.load_state_dict(former, assign=True)
+
+
+def exchanged_shell(pipe: Any) -> Callable[[], None]:
+    layer = pipe.transformer.proj_out
+    former = layer.weight
+    layer.weight = nn.Parameter(scaled(former))
+
+    def back() -> None:
+        layer.weight = former
+
+    return back
+
+
+def exchanged_in_an_encoder(pipe: Any) -> Callable[[], None]:
+    layer = pipe.text_encoder.encoder.block[0].layer[0].SelfAttention.q
+    former = layer.weight
+    layer.weight = nn.Parameter(scaled(former))
+
+    def back() -> None:
+        layer.weight = former
+
+    return back
+
+
+EXCHANGES = [
+    exchanged_parameter,
+    exchanged_data,
+    swapped_tensors,
+    exchanged_layer,
+    exchanged_block,
+    exchanged_state,
+    exchanged_shell,
+    exchanged_in_an_encoder,
+]
+
+
+@all_modes
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=lambda exchange: exchange.__name__)
+def test_weights_that_were_taken_out_are_as_they_were_when_they_come_back(
+    exchange: Callable[[Any], Callable[[], None]], config: dict[str, Any], device: torch.device
+) -> None:
+    reference, pipe = resident(device, layers=2), offloaded(config, device, layers=2)
+    simple = brief(reference)
+    assert torch.equal(brief(pipe), simple)
+    for _ in range(2):
+        backs = [exchange(each) for each in (reference, pipe)]
+        expected = brief(reference)
+        assert not torch.equal(expected, simple)
+        assert torch.equal(brief(pipe), expected)
+        for back in backs:
+            back()
+        assert torch.equal(brief(reference), simple)
+        assert torch.equal(brief(pipe), simple)
+    theirs, ours = tensors_of(reference), tensors_of(pipe)
+    assert all(torch.equal(tensor.cpu(), theirs[name].cpu()) for name, tensor in ours.items())
+
+
+@all_modes
+@torch.no_grad()
+def test_functional_call_leaves_the_weights_alone(config: dict[str, Any], device: torch.device) -> None:
+    reference, pipe = resident(device, layers=2), offloaded(config, device, layers=2)
+    inputs = (seeded(1, 16, 1, 4, 4).to(device), torch.tensor([500], device=device), seeded(1, 8, WIDTH).to(device))
+    results = []
+    for each in (reference, pipe):
+        given = {name: scaled(tensor).to(device) for name, tensor in each.transformer.state_dict().items()}
+        results.append(torch.func.functional_call(each.transformer, given, inputs).sample.cpu())
+    assert torch.equal(*results)
+    assert torch.equal(brief(pipe), brief(reference))
