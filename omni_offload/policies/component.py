@@ -76,6 +76,10 @@ class ManagedComponent:
         ordinary = (t for t in tensors if (is_plain(t) or is_parameter_with_more(t)) and not t.is_meta)
         move(ordinary, torch.device("cpu"))
 
+    @property
+    def comes_as_a_whole(self) -> bool:
+        return self.group is not None
+
     def enter(self, frame: FrameType) -> None:
         self.offload.streamer.enter(self.plan.path, self.group, frame)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -22,6 +23,10 @@ class Root(Protocol):
     """What the subclass of a component's root asks for; see `attach_root`."""
 
     device: torch.device
+
+    @property
+    def comes_as_a_whole(self) -> bool:
+        """Whether entering brings all of it to the device."""
 
     def enter(self, frame: FrameType) -> None:
         """The component's forward starts; `frame` is on the stack until it ends."""
@@ -159,7 +164,9 @@ def _own_methods(original: Any) -> list[str]:
     own = [cls for cls in bases if cls not in framework and cls is not PlainCopies]
     names = {name for cls in own for name, value in cls.__dict__.items() if isinstance(value, FunctionType)}
     inherited = {name for cls in framework for name in dir(cls)}
-    return sorted(name for name in names - inherited - {"forward"} if not _ABOUT_THE_MODEL.match(name))
+    chosen = [name for name in names - inherited - {"forward"} if not _ABOUT_THE_MODEL.match(name)]
+    found = {name: inspect.getattr_static(original, name) for name in chosen}  # the one that counts, of several
+    return sorted(n for n, f in found.items() if isinstance(f, FunctionType) and not inspect.isgeneratorfunction(f))
 
 
 def _entered(original: Any, name: str) -> Callable[..., Any]:
@@ -168,7 +175,7 @@ def _entered(original: Any, name: str) -> Callable[..., Any]:
     @functools.wraps(getattr(original, name))
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         entry = self.__dict__.get(ENTRY)
-        if torch.compiler.is_compiling() or entry is None or entry.root.runs_here():
+        if torch.compiler.is_compiling() or entry is None or not entry.root.comes_as_a_whole or entry.root.runs_here():
             return getattr(original, name)(self, *args, **kwargs)
         entry.root.enter(sys._getframe())
         try:
